@@ -1,0 +1,17 @@
+"""The algorithms, in the order in which ties are decided. To add one: a file here, its kernel, and a line below.
+
+An algorithm is geometry without devices: it knows nothing of memory, streams or processes.
+"""
+
+from __future__ import annotations
+
+from gpuallreduce.algorithms.base import Algorithm
+from gpuallreduce.algorithms.one_shot import OneShot
+from gpuallreduce.algorithms.ring import Ring
+from gpuallreduce.algorithms.two_shot import TwoShot
+
+__all__ = ["ALGORITHMS", "Algorithm"]
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm for algorithm in (OneShot(), TwoShot(), Ring())
+}

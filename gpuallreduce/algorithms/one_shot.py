@@ -1,0 +1,79 @@
+"""One-shot: every rank hands its data to its peers directly. All-reduce and the other collectives in one exchange.
+
+Geometry only; the kernels are in ``kernels/one_shot.cuh``. A rank sends (p-1) n bytes for all-reduce; rank order.
+"""
+
+from __future__ import annotations
+
+from gpuallreduce.algorithms.base import (
+    HOST_CALL_US,
+    HOST_FLAG_US,
+    host_copy_us,
+    reduce_kernel,
+)
+from gpuallreduce.jit import Kernel
+from gpuallreduce.plan import Region, Request
+from gpuallreduce.topology import Topology
+
+__all__ = ["OneShot"]
+
+REGION = Region("exchange", nsets=1, nslots=16, slot_bytes=256 << 10, per_peer=True)
+_REDUCING = {
+    "allreduce": ("one_shot", "exchange<OneShot<{arguments}>>"),
+    "reduce": ("reduce", "exchange<Reduce<{arguments}>>"),
+    "reduce_scatter": ("reduce_scatter", "exchange<ReduceScatter<{arguments}>>"),
+}
+_MOVING = {
+    "all_gather": ("all_gather", "exchange<AllGather<{word}>>"),
+    "broadcast": ("broadcast", "exchange<Broadcast<{word}>>"),
+    "barrier": ("broadcast", "exchange<Broadcast<{word}>>"),
+}
+# Words that move elements without looking at them; a 16-byte element is a pair of doubles to nobody here.
+_WORDS = {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t", 16: "Complex<double>"}
+
+
+class OneShot:
+    """See the module."""
+
+    name = "one_shot"
+
+    def supports(self, request: Request) -> str | None:
+        """Serves every collective."""
+        return None
+
+    def accesses(self, request: Request) -> tuple[str, ...]:
+        """Always through slots."""
+        return ("staged",)
+
+    def cost_us(self, request: Request, access: str, topology: Topology) -> float:
+        """Stage n, then read all p arrays."""
+        p = request.nranks
+        moved = host_copy_us(request.nbytes * (p + 1), topology)
+        return HOST_CALL_US + HOST_FLAG_US * (p - 1) * topology.sharing + moved
+
+    def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
+        """Small arrays in a few chunks, so that staging and folding overlap; larger ones in cache-sized chunks."""
+        return 8 << 10 if request.nbytes <= 16 << 10 else 64 << 10
+
+    def kernel(self, request: Request, access: str) -> Kernel:
+        """One kernel per collective."""
+        if request.collective in _REDUCING:
+            symbol, template = _REDUCING[request.collective]
+            return reduce_kernel("one_shot.cuh", symbol, template, request, unrolled=True)
+        symbol, template = _MOVING[request.collective]
+        word = _WORDS[request.dtype.itemsize]
+        return Kernel(f"{symbol}_{request.dtype.itemsize}", "one_shot.cuh", template.format(word=word))
+
+    def region(self, request: Request) -> Region:
+        """All of these collectives take the same steps through the same slots."""
+        return REGION
+
+    def regions(self) -> tuple[Region, ...]:
+        """See ``region``."""
+        return (REGION,)
+
+    def bytes_sent(self, request: Request) -> int:
+        """(p-1) n; n for reduce."""
+        if request.collective == "barrier":
+            return 0
+        return request.nbytes * (1 if request.collective == "reduce" else request.nranks - 1)

@@ -1,0 +1,74 @@
+"""Ring: every rank talks to its two neighbours only. Order any (Patarasuk & Yuan 2009), or rank order as a chain.
+
+Geometry only; the kernels are in ``kernels/ring.cuh``.
+"""
+
+from __future__ import annotations
+
+from gpuallreduce.algorithms.base import (
+    HOST_CALL_US,
+    HOST_FLAG_US,
+    host_copy_us,
+    reduce_kernel,
+)
+from gpuallreduce.jit import Kernel
+from gpuallreduce.plan import Region, Request
+from gpuallreduce.topology import Topology
+from gpuallreduce.types import DTYPES
+
+__all__ = ["Ring"]
+
+ANY = Region("ring", nsets=1, nslots=8, slot_bytes=1 << 20, per_peer=False)
+# Partials travel in the accumulator type, four times as wide as 8-bit floats.
+RANK = Region("ring_in_rank_order", nsets=2, nslots=8, slot_bytes=4 << 20, per_peer=False)
+
+
+def _widening(request: Request) -> int:
+    return DTYPES[request.dtype.accumulator].itemsize // request.dtype.itemsize
+
+
+class Ring:
+    """See the module."""
+
+    name = "ring"
+
+    def supports(self, request: Request) -> str | None:
+        """Serves all-reduce."""
+        return None if request.collective == "allreduce" else "serves allreduce only"
+
+    def accesses(self, request: Request) -> tuple[str, ...]:
+        """Always through slots."""
+        return ("staged",)
+
+    def cost_us(self, request: Request, access: str, topology: Topology) -> float:
+        """2(p-1) hops of latency; each byte is read and written at every hop."""
+        p, n = request.nranks, request.nbytes
+        if request.order == "any":
+            hops, moved = 2 * (p - 1), 5 * n * (p - 1) / p
+        else:
+            hops, moved = 2 * (p - 1), n * (3 + 2 * _widening(request))
+        return HOST_CALL_US + HOST_FLAG_US * (p - 1 + 2 * hops) * topology.sharing + host_copy_us(moved, topology)
+
+    def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
+        """Small enough to fill the pipeline, large enough to hide a flag."""
+        return 64 << 10
+
+    def kernel(self, request: Request, access: str) -> Kernel:
+        """The five verbs, or the chain."""
+        stem = "ring" if request.order == "any" else "ring_in_rank_order"
+        return reduce_kernel("ring.cuh", stem, stem + "<{arguments}>", request, unrolled=False)
+
+    def region(self, request: Request) -> Region:
+        """The two orders do not share slots."""
+        return ANY if request.order == "any" else RANK
+
+    def regions(self) -> tuple[Region, ...]:
+        """See ``region``."""
+        return (ANY, RANK)
+
+    def bytes_sent(self, request: Request) -> int:
+        """2 (p-1)/p n; in rank order the partial and the result."""
+        if request.order == "any":
+            return 2 * request.nbytes * (request.nranks - 1) // request.nranks
+        partial = request.nbytes * _widening(request)
+        return partial + (request.nbytes if request.nranks > 2 else 0)

@@ -1,0 +1,65 @@
+"""Two-shot: rank r folds slice r of all arrays, then all ranks collect the slices. Rank order.
+
+Geometry only; the kernels are in ``kernels/two_shot.cuh``. A rank sends 2 (p-1)/p n bytes.
+"""
+
+from __future__ import annotations
+
+from gpuallreduce.algorithms.base import (
+    HOST_CALL_US,
+    HOST_FLAG_US,
+    host_copy_us,
+    reduce_kernel,
+)
+from gpuallreduce.jit import Kernel
+from gpuallreduce.plan import Region, Request
+from gpuallreduce.topology import Topology
+
+__all__ = ["TwoShot"]
+
+REGION = Region("two_shot", nsets=2, nslots=2, slot_bytes=256 << 10, per_peer=True)
+
+
+class TwoShot:
+    """See the module."""
+
+    name = "two_shot"
+
+    def supports(self, request: Request) -> str | None:
+        """Serves all-reduce."""
+        return None if request.collective == "allreduce" else "serves allreduce only"
+
+    def accesses(self, request: Request) -> tuple[str, ...]:
+        """Without staging where all ranks can address all arrays."""
+        return ("direct", "staged") if request.direct else ("staged",)
+
+    def cost_us(self, request: Request, access: str, topology: Topology) -> float:
+        """Direct moves 2n a rank and meets twice; staged moves each byte about five times and meets twice."""
+        p, n = request.nranks, request.nbytes
+        flags = 2 * HOST_FLAG_US * (p - 1) * topology.sharing
+        if access == "direct":
+            return HOST_CALL_US + flags + host_copy_us(2 * n, topology)
+        remote = n * (p - 1) / p
+        return HOST_CALL_US + flags + host_copy_us(2 * remote + 2 * n / p + n + 2 * remote, topology)
+
+    def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
+        """One rank's slice of a round."""
+        return 64 << 10
+
+    def kernel(self, request: Request, access: str) -> Kernel:
+        """Staged or direct."""
+        stem = "two_shot_direct" if access == "direct" else "two_shot"
+        template = stem + "<{arguments}>"
+        return reduce_kernel("two_shot.cuh", stem, template, request, unrolled=True)
+
+    def region(self, request: Request) -> Region:
+        """Both accesses take steps of the same words."""
+        return REGION
+
+    def regions(self) -> tuple[Region, ...]:
+        """See ``region``."""
+        return (REGION,)
+
+    def bytes_sent(self, request: Request) -> int:
+        """2 (p-1)/p n."""
+        return 2 * request.nbytes * (request.nranks - 1) // request.nranks

@@ -1,0 +1,85 @@
+"""The ways to a communicator that need none at hand: one process per rank, and one call for a list of arrays.
+
+Knows nothing of how calls run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from gpuallreduce.bootstrap.environment import identify
+from gpuallreduce.bootstrap.rendezvous import Rendezvous
+from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
+from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.topology import available_cores, host_topology
+from gpuallreduce.transport import LocalTransport, SharedMemoryTransport, Transport
+
+__all__ = ["allreduce", "init"]
+
+_instances = itertools.count()
+
+
+def init(
+    *,
+    rank: int | None = None,
+    nranks: int | None = None,
+    address: str | None = None,
+    secret: str | bytes | None = None,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
+) -> Communicator:
+    """Makes this process one rank of a job. A collective: every process calls it, equally often.
+
+    Without arguments it finds its place in the launcher's variables: ``gpuallreduce run``, torchrun, mpirun, srun.
+    A process that no launcher started is rank 0 of 1.
+
+    Args:
+        rank, nranks: this process's place, where there is no launcher.
+        address: where rank 0 listens: ``unix:NAME`` (a name without a file) or ``HOST:PORT``.
+        secret: shared by all ranks; needed with HOST:PORT (or in GPUALLREDUCE_SECRET).
+        timeout: seconds until all ranks must have come, and the default limit of later waits.
+
+    Raises:
+        InvalidArgument: the place is not described completely.
+        Timeout: ranks are missing; names them.
+        MismatchError: ranks disagree on nranks, version or secret, or two claim one rank.
+        DeviceError: a rank failed to start; every rank raises and names it.
+    """
+    identity = identify(
+        os.environ, rank=rank, nranks=nranks, address=address, secret=secret, instance=next(_instances)
+    )
+    transport: Transport
+    if identity.nranks == 1:
+        transport = LocalTransport(1)
+        cores = available_cores()
+    else:
+        rendezvous = Rendezvous.join(identity, timeout=timeout or 1e9)
+        # Launchers bind each rank to cores of its own; together they may use the union.
+        parts = rendezvous.exchange("cores", {"cores": sorted(os.sched_getaffinity(0))})
+        cores = len(set().union(*(part.payload["cores"] for part in parts)))
+        transport = SharedMemoryTransport(rendezvous)
+    topology = host_topology(identity.nranks, cores=cores, one_process=identity.nranks == 1)
+    return Communicator.over(transport, topology, timeout=timeout)
+
+
+@functools.cache
+def _kept(devices: tuple[str, ...]) -> Communicator:
+    return Communicator(devices)
+
+
+def allreduce(arrays: Sequence[Any], out: Sequence[Any] | None = None, **options: Any) -> Any:
+    """All-reduces a list of arrays, one per rank of this process; the communicator is kept for the next call.
+
+    Args:
+        arrays: NumPy arrays of equal count and dtype.
+        out, options: as in ``Communicator.allreduce``.
+    """
+    if not isinstance(arrays, Sequence) or not arrays:
+        raise InvalidArgument("give a list of arrays, one per rank; in a job of processes use gpuallreduce.init()")
+    communicator = _kept(("host",) * len(arrays))
+    if len(arrays) == 1:
+        return [communicator.allreduce(arrays[0], None if out is None else out[0], **options)]
+    return communicator.allreduce(arrays, out, **options)

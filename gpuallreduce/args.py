@@ -1,0 +1,101 @@
+"""The structs that the host and a kernel share: a mirror of ``kernels/args.h`` and ``kernels/host.h``.
+
+Knows only their layout; ``tests/test_args.py`` compares every field with the compiler's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = [
+    "ABORTED",
+    "CALL",
+    "CLOSED",
+    "CREDIT",
+    "MISMATCH",
+    "READY",
+    "TIMED_OUT",
+    "GarArgs",
+    "GarHeader",
+    "GarLaunch",
+    "GarReport",
+]
+
+# GarReport.code and GarReport.word, as in primitives.cuh.
+TIMED_OUT, MISMATCH, ABORTED, CLOSED = 1, 2, 3, 4
+CALL, READY, CREDIT = 0, 1, 2
+
+
+class GarHeader(ctypes.Structure):
+    """What every rank must agree on in a call."""
+
+    _fields_ = [
+        ("sequence", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("signature", ctypes.c_uint64),
+        ("geometry", ctypes.c_uint64),
+        ("detail", ctypes.c_uint64),
+    ]
+
+
+class GarReport(ctypes.Structure):
+    """Why a rank gave up."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint64),
+        ("word", ctypes.c_uint64),
+        ("channel", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("peer", ctypes.c_uint64),
+        ("expected", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("elapsed_ns", ctypes.c_uint64),
+        ("mine", GarHeader),
+        ("theirs", GarHeader),
+    ]
+
+
+class GarArgs(ctypes.Structure):
+    """One launch on one rank."""
+
+    _fields_ = [
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("peer_inputs", ctypes.c_void_p),
+        ("peer_outputs", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("chunk_count", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+        ("abort_offset", ctypes.c_uint64),
+        ("reports_offset", ctypes.c_uint64),
+        ("calls_offset", ctypes.c_uint64),
+        ("sequence_offset", ctypes.c_uint64),
+        ("steps_offset", ctypes.c_uint64),
+        ("ready_offset", ctypes.c_uint64),
+        ("credit_offset", ctypes.c_uint64),
+        ("slots_offset", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("poll", ctypes.c_void_p),
+        ("header", GarHeader),
+        ("rank", ctypes.c_uint32),
+        ("nranks", ctypes.c_uint32),
+        ("root", ctypes.c_uint32),
+        ("nsets", ctypes.c_uint32),
+        ("nlinks", ctypes.c_uint32),
+        ("nslots", ctypes.c_uint32),
+        ("spin", ctypes.c_uint32),
+        ("streaming", ctypes.c_uint32),
+        ("push", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class GarLaunch(ctypes.Structure):
+    """A kernel, its arguments and its blocks, on one host rank."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("args", ctypes.POINTER(GarArgs)),
+        ("nblocks", ctypes.c_uint32),
+    ]

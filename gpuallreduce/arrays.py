@@ -1,0 +1,169 @@
+"""NumPy arrays as calls see them: address, element count and memory layout; copies only where strides leave holes.
+
+Knows nothing of ranks, plans or kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpuallreduce.errors import InvalidArgument
+
+__all__ = ["Bound", "bind", "bind_pair", "layout_digest"]
+
+Array = np.ndarray[Any, Any]
+
+
+def _dense_axes(array: Array) -> tuple[int, ...] | None:
+    """Axes from the slowest to the fastest if the elements fill memory without holes, else None."""
+    axes = [axis for axis in range(array.ndim) if array.shape[axis] != 1]
+    axes.sort(key=lambda axis: -array.strides[axis])
+    expected = array.itemsize
+    for axis in reversed(axes):
+        if array.strides[axis] != expected:
+            return None
+        expected *= array.shape[axis]
+    return tuple(axes)
+
+
+def layout_digest(array: Array) -> int | None:
+    """How elements follow each other in memory: 0 for C order, a number for another dense order, None for strides.
+
+    Arrays of equal digest and count agree element by element. Shapes do not count in C order, as in MPI and NCCL.
+    """
+    if array.flags.c_contiguous:
+        return 0
+    axes = _dense_axes(array)
+    if axes is None:
+        return None
+    text = f"{array.shape} {axes}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little") or 1
+
+
+@dataclass
+class Bound:
+    """The memory of one rank's call.
+
+    Attributes:
+        input, output: addresses of dense elements.
+        count: elements.
+        layout: see layout_digest.
+        in_place: True if both addresses are the same.
+        result: the array the caller gets back.
+        finish: copies a result into strided memory; None where nothing is to be done.
+        keep: arrays that must live as long as the call.
+    """
+
+    input: int
+    output: int
+    count: int
+    layout: int
+    in_place: bool
+    result: Array
+    finish: Callable[[], None] | None
+    keep: tuple[Array, ...]
+
+
+def check_array(array: Any, what: str) -> Array:
+    """The array itself, if it is one that host ranks can use.
+
+    Raises:
+        InvalidArgument: it is not a NumPy array, or a masked one.
+    """
+    if not isinstance(array, np.ndarray):
+        raise InvalidArgument(
+            f"{what} is a {type(array).__module__}.{type(array).__qualname__}; ranks on host devices take "
+            "numpy.ndarray (np.asarray(x) makes one; results of a copy are not written back)"
+        )
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidArgument(
+            f"{what} is a masked array, and the mask would be ignored; pass x.filled(value) or x.data"
+        )
+    return array
+
+
+def _check_writeable(array: Array, what: str) -> None:
+    if not array.flags.writeable:
+        raise InvalidArgument(
+            f"{what} is read-only, and the result is to be written there; pass out= or a writeable copy"
+        )
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))
+    except Exception:  # too hard to tell: refuse rather than risk
+        return True
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return _address(a) == _address(b) and a.shape == b.shape and a.strides == b.strides
+
+
+def bind(array: Array, out: Array | None) -> Bound:
+    """Binds an input of a call to its output of the same shape (``None``: in place).
+
+    Raises:
+        InvalidArgument: shapes or dtypes differ, memory overlaps in part, or the output is read-only.
+    """
+    if out is not None and out is not array:
+        if out.shape != array.shape or out.dtype != array.dtype:
+            raise InvalidArgument(
+                f"out has shape {out.shape} and dtype {out.dtype}, the input {array.shape} and {array.dtype}; "
+                "they must be equal"
+            )
+        if not _same_memory(array, out):
+            return bind_pair(array, out)
+        out = None
+    target = array if out is None else out
+    _check_writeable(target, "the array")
+    layout = layout_digest(array)
+    if layout is not None:
+        address = _address(array)
+        return Bound(address, address, array.size, layout, True, target, None, (array,))
+    if any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)):
+        raise InvalidArgument("the array repeats elements (a zero stride), so a result cannot be written there")
+    packed = np.ascontiguousarray(array)
+
+    def scatter() -> None:
+        target[...] = packed
+
+    address = _address(packed)
+    return Bound(address, address, array.size, 0, True, target, scatter, (packed, array))
+
+
+def bind_pair(array: Array, out: Array) -> Bound:
+    """Binds an input to a separate output, which may have another shape (all_gather, reduce_scatter).
+
+    Raises:
+        InvalidArgument: memory overlaps, or the output is read-only.
+    """
+    _check_writeable(out, "out")
+    if _overlap(array, out):
+        raise InvalidArgument(
+            "out overlaps the input in part: pass the same array (in place) or one that shares no element"
+        )
+    layout, out_layout = layout_digest(array), layout_digest(out)
+    same = array.shape == out.shape and layout is not None and layout == out_layout
+    if not same:
+        layout = 0
+    packed = array if same else np.ascontiguousarray(array)
+    if same or out_layout == 0:
+        return Bound(_address(packed), _address(out), array.size, layout or 0, False, out, None, (packed, out))
+    dense = np.empty(out.shape, out.dtype)
+
+    def scatter() -> None:
+        out[...] = dense
+
+    return Bound(_address(packed), _address(dense), array.size, 0, False, out, scatter, (packed, dense))

@@ -1,0 +1,150 @@
+"""Host devices: ranks on processor cores, arrays in NumPy memory, kernels compiled by the system's C++ compiler.
+
+Knows nothing of algorithms, plans or other ranks: it loads kernels and launches them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpuallreduce.args import GarArgs, GarLaunch
+from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
+
+__all__ = ["HostDevice"]
+
+PREPARED_LIMIT = 4096  # prepared calls kept; a program that never repeats a size must not grow without end
+
+
+@functools.cache
+def _runtime() -> ctypes.PyDLL:
+    """The launcher. PyDLL: its functions take Python objects and hold the interpreter's lock."""
+    library = ctypes.PyDLL(str(compile_host_runtime()))
+    library.gar_host_new.restype = ctypes.py_object
+    library.gar_host_new.argtypes = [ctypes.c_int]
+    for name, arguments in {
+        "gar_host_prepare": [
+            *[ctypes.py_object] * 3,
+            ctypes.c_uint64,
+            ctypes.c_int,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.POINTER(GarLaunch),
+        ],
+        "gar_host_add_symmetric": [ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64],
+        "gar_host_forget": [ctypes.py_object],
+        "gar_host_close": [ctypes.py_object],
+        "gar_host_drain": [ctypes.py_object],
+        "gar_host_store_release": [ctypes.c_uint64, ctypes.c_uint64],
+    }.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    return library
+
+
+_load_lock = threading.Lock()
+_loaded: dict[Kernel, int] = {}
+
+
+def load(kernel: Kernel) -> int:
+    """Address of a kernel's entry point in this process, compiled if need be."""
+    address = _loaded.get(kernel)
+    if address is None:
+        with _load_lock:
+            library = ctypes.CDLL(str(compile_host(kernel)))
+            entry = getattr(library, kernel.symbol)
+            address = _loaded[kernel] = ctypes.cast(entry, ctypes.c_void_p).value or 0
+    return address
+
+
+class HostDevice:
+    """The launcher of one communicator's local ranks.
+
+    Attributes:
+        call: ``call(array, out, op)`` runs a prepared all-reduce; it answers the result array, None if no such call
+            was prepared, and False if a rank gave up.
+    """
+
+    call: Callable[[Any, Any, Any], Any]
+
+    def __init__(self, *, spin: bool) -> None:
+        self._library = _runtime()
+        self._state, self.call, self._launch = self._library.gar_host_new(int(spin))
+        self._prepared = 0
+        address = ctypes.cast(self._library.gar_host_poll, ctypes.c_void_p).value
+        self.poll = address or 0
+        _live.add(self)
+
+    def launch(self, kernel: Kernel, args: Sequence[GarArgs], nblocks: int) -> bool:
+        """Runs a kernel once for every element of args, at the same time. False if a rank gave up.
+
+        Raises whatever a signal handler raised meanwhile (KeyboardInterrupt).
+        """
+        address = load(kernel)
+        launches = (GarLaunch * len(args))()
+        for launch, each in zip(launches, args, strict=True):
+            launch.kernel, launch.args, launch.nblocks = address, ctypes.pointer(each), nblocks
+        return bool(self._launch(ctypes.addressof(launches), len(args)))
+
+    def prepare(
+        self,
+        kernel: Kernel,
+        args: GarArgs,
+        *,
+        dtype: Any,
+        op: str,
+        nbytes: int,
+        in_place: bool,
+        symmetric: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Makes `call` run this launch for every array with this dtype object, operator and size.
+
+        Args:
+            symmetric: addresses of input and output where peers use them too, else 0: then they are part of what
+                must be equal.
+        """
+        if self._prepared >= PREPARED_LIMIT:
+            self.forget()
+        self._prepared += 1
+        launch = GarLaunch(load(kernel), ctypes.pointer(args), 1)
+        self._library.gar_host_prepare(
+            self._state, dtype, op, nbytes, int(in_place), *symmetric, ctypes.byref(launch)
+        )
+
+    def forget(self) -> None:
+        """Drops all prepared calls."""
+        self._prepared = 0
+        self._library.gar_host_forget(self._state)
+
+    def add_symmetric(self, begin: int, nbytes: int) -> None:
+        """Tells `call` that addresses in this range are part of a call's identity."""
+        self._library.gar_host_add_symmetric(self._state, begin, begin + max(nbytes, 1))
+
+    def close(self) -> None:
+        """From now on `call` answers None."""
+        self._library.gar_host_close(self._state)
+
+    def drain(self) -> None:
+        """Waits until no launch runs."""
+        self._library.gar_host_drain(self._state)
+
+    def store_release(self, address: int, value: int) -> None:
+        """Stores a 64-bit word so that whoever reads it also sees everything stored before."""
+        self._library.gar_host_store_release(address, value)
+
+
+_live: weakref.WeakSet[HostDevice] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child has none of the launcher's threads and must not take part in its parent's calls."""
+    for device in list(_live):
+        device.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,104 @@
+"""Turns the reports that ranks leave when they give up into errors that people can act on.
+
+Knows nothing of how a call runs; it reads what the kernels wrote.
+"""
+
+from __future__ import annotations
+
+from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.args import ABORTED, CALL, CLOSED, CREDIT, MISMATCH, TIMED_OUT, GarHeader, GarReport
+from gpuallreduce.errors import Aborted, Error, MismatchError, Timeout
+from gpuallreduce.memory import LINE_BYTES, Segments
+from gpuallreduce.plan import decode_header
+from gpuallreduce.transport import Transport
+
+__all__ = ["explain"]
+
+# What came first hides behind what it caused: a mismatch makes others time out, a dead peer makes others abort.
+_PRIORITY = (MISMATCH, CLOSED, ABORTED, TIMED_OUT)
+
+
+def _call(header: GarHeader) -> str:
+    fields = decode_header(header, tuple(ALGORITHMS))
+    collective = fields.pop("collective")
+    sequence = fields.pop("sequence")
+    return f"call {sequence}: {collective}({', '.join(f'{k}={v}' for k, v in fields.items())})"
+
+
+def _differences(mine: GarHeader, theirs: GarHeader) -> str:
+    a = decode_header(mine, tuple(ALGORITHMS))
+    b = decode_header(theirs, tuple(ALGORITHMS))
+    return ", ".join(name for name in a if a[name] != b[name]) or "order of the calls"
+
+
+def _mismatch(reporter: int, report: GarReport) -> Error:
+    return MismatchError(
+        f"the ranks did not make the same call; they differ in {_differences(report.mine, report.theirs)}:\n"
+        f"  rank {reporter}: {_call(report.mine)}\n"
+        f"  rank {report.peer}: {_call(report.theirs)}\n"
+        "make the same calls with the same arguments in the same order on every rank"
+    )
+
+
+def _absent(report: GarReport, waiting: int, segments: Segments) -> list[int]:
+    """Ranks that have not entered the call that `waiting` is in (its channel's call lines tell)."""
+    layout, sequence = segments.layout, report.mine.sequence
+    absent = []
+    for peer in range(layout.nranks):
+        if peer == waiting:
+            continue
+        number = (report.channel * 2 + (sequence & 1)) * layout.nranks + peer
+        seen = segments.word(waiting, layout.calls + number * LINE_BYTES).value
+        if (seen - sequence) % (1 << 64) >= 1 << 63:
+            absent.append(peer)
+    return absent
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _waiting(reporter: int, report: GarReport, segments: Segments) -> str:
+    absent = _absent(report, reporter, segments) if report.word == CALL else []
+    where = f"rank {reporter} was in {_call(report.mine)}, channel {report.channel}"
+    if report.word == CALL:
+        missing = absent or [int(report.peer)]
+        return f"{where}; {_ranks(missing)} did not make this call"
+    what = "a free slot (credit)" if report.word == CREDIT else "data (ready)"
+    return (
+        f"{where}; it waited for {what} of step {report.step} from rank {report.peer}: "
+        f"expected {report.expected}, last seen {report.seen}"
+    )
+
+
+def explain(reports: dict[int, GarReport], segments: Segments, transport: Transport) -> Error:
+    """The error that says best why the ranks gave up.
+
+    Args:
+        reports: by reporting rank, as found in a local rank's segment.
+        segments: to read who has entered the call.
+        transport: knows which processes are gone.
+    """
+    gone = list(transport.lost())
+    fate = f" The process of {_ranks(gone)} is gone." if gone else ""
+    for code in _PRIORITY:
+        for reporter, report in reports.items():
+            if report.code != code or (code == CLOSED and report.mine.sequence == 0):
+                continue
+            if code == MISMATCH:
+                return _mismatch(reporter, report)
+            if code == CLOSED:
+                return Aborted(
+                    f"rank {report.peer} has closed its communicator: {_waiting(reporter, report, segments)}.{fate}"
+                )
+            if code == ABORTED and report.mine.sequence == 0:
+                return Aborted(f"rank {reporter} aborted the communicator.{fate}")
+            if code == ABORTED:
+                return Aborted(
+                    f"rank {reporter} was interrupted: {_waiting(reporter, report, segments)}.{fate}"
+                )
+            return Timeout(
+                f"gave up after {report.elapsed_ns / 1e9:.3g} s: {_waiting(reporter, report, segments)}.{fate} "
+                "If the rank is only slow, raise timeout="
+            )
+    return Aborted(f"a rank gave up without a report.{fate}")

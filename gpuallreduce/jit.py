@@ -1,0 +1,211 @@
+"""Compiles kernel sources at first use, and keeps the results in a cache that survives crashes and races.
+
+Knows nothing of ranks or calls: it turns a C++ text that instantiates templates of ``kernels/`` into an object file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuallreduce.errors import CompileError
+
+__all__ = ["Compiler", "Kernel", "cache_folder", "compile_cubin", "compile_host", "host_compiler"]
+
+# -ffp-contract=off and -fwrapv keep the bits equal on all targets: no fused multiply-add, integers wrap.
+COMMON_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fwrapv", "-Wno-psabi")
+KERNEL_FLAGS = ("-fno-exceptions", "-fno-rtti")
+RUNTIME_SOURCES = ("host.cpp", "host_python.cpp")
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An instantiation of one kernel template.
+
+    Attributes:
+        symbol: name of the entry point.
+        header: file of ``kernels/`` that holds the template.
+        expression: C++ expression of the function to run, such as ``exchange<OneShot<float, Sum, 2>>``.
+    """
+
+    symbol: str
+    header: str
+    expression: str
+
+    @property
+    def source(self) -> str:
+        """The translation unit: it only instantiates."""
+        return (
+            f'#include "{self.header}"\n'
+            f"namespace gar {{\nGAR_KERNEL({self.symbol}, ({self.expression}))\n}}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler for host devices: the command, and what changes when it is upgraded."""
+
+    command: tuple[str, ...]
+    identity: str
+
+
+@functools.cache
+def kernels_folder() -> Path:
+    """Where the kernel sources lie."""
+    return Path(str(importlib.resources.files("gpuallreduce.kernels")))
+
+
+def sources_digest(folder: Path) -> bytes:
+    """Digest of every kernel source, so that an edited header is noticed."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".cuh", ".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()
+
+
+def cache_folder() -> Path:
+    """``GPUALLREDUCE_CACHE``, else ``gpuallreduce`` in the user's cache folder."""
+    chosen = os.environ.get("GPUALLREDUCE_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "gpuallreduce"
+
+
+def host_compiler() -> Compiler:
+    """The compiler for host devices: ``CXX``, else g++, else clang++.
+
+    Raises:
+        CompileError: there is none; the message says what to install.
+    """
+    asked = os.environ.get("CXX")
+    candidates = [shlex.split(asked)] if asked else [["g++"], ["clang++"]]
+    for command in candidates:
+        found = shutil.which(command[0]) if command else None
+        if found:
+            # Name, size and time change with every upgrade, and cost no process to learn.
+            stat = os.stat(os.path.realpath(found))
+            identity = f"{os.path.realpath(found)} {stat.st_size} {stat.st_mtime_ns}"
+            return Compiler((found, *command[1:]), identity)
+    tried = " ".join(shlex.join(command) for command in candidates)
+    raise CompileError(
+        f"no C++ compiler for host devices: looked for {tried} on PATH and found none. "
+        "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
+        "conda install cxx-compiler), or set CXX to the compiler's command"
+    )
+
+
+@functools.cache
+def cpu_identity() -> str:
+    """The machine's instruction sets: ``-march=native`` code must not move to a lesser machine."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return platform.machine() + line
+    except OSError:
+        pass
+    return platform.machine() + platform.processor()
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Writes an entry whole: under a temporary name, then renamed, so that racing processes both succeed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content + hashlib.sha256(content).digest())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _is_whole(path: Path) -> bool:
+    """True if the entry exists and its bytes are those that were stored (the digest stands at its end)."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return hashlib.sha256(body).digest() == digest
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(
+            f"{what} did not compile (exit status {done.returncode}):\n  {shlex.join(command)}\n"
+            f"{done.stderr.strip()}"
+        )
+
+
+def _host_object(name: str, source: str, flags: Sequence[str], sources: Sequence[str]) -> Path:
+    """The cache entry for a host object, built if it is not there or not whole."""
+    compiler = host_compiler()
+    folder = kernels_folder()
+    flags = (*COMMON_FLAGS, "-march=native", *flags)
+    key = hashlib.sha256()
+    for part in (compiler.identity, cpu_identity(), shlex.join(flags), source, *sources):
+        key.update(part.encode() + b"\0")
+    key.update(sources_digest(folder))
+    path = cache_folder() / f"{name}-{key.hexdigest()[:32]}.so"
+    if _is_whole(path):
+        return path
+    with tempfile.TemporaryDirectory(prefix="gpuallreduce-") as work:
+        text, result = Path(work) / "kernel.cpp", Path(work) / "kernel.so"
+        text.write_text(source, encoding="utf-8")
+        inputs = [str(folder / file) for file in sources] or [str(text)]
+        _run([*compiler.command, *flags, f"-I{folder}", *inputs, "-o", str(result)], name)
+        _store(path, result.read_bytes())
+    return path
+
+
+def compile_host(kernel: Kernel) -> Path:
+    """The shared object of a kernel for host devices.
+
+    Raises:
+        CompileError: there is no compiler, or it refused; with its own message.
+    """
+    return _host_object(kernel.symbol, kernel.source, KERNEL_FLAGS, ())
+
+
+def compile_host_runtime() -> Path:
+    """The shared object that launches kernels on host devices."""
+    return _host_object("runtime", "", ("-pthread",), RUNTIME_SOURCES)
+
+
+def compile_cubin(kernel: Kernel, arch: str) -> bytes:
+    """The device code of a kernel for a GPU architecture such as ``sm_90``; needs no GPU.
+
+    Raises:
+        CompileError: cuda-core or NVRTC is not installed, or the compiler refused.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise CompileError(
+            f"compiling for {arch} needs NVRTC through cuda-core, and it cannot be imported "
+            f"({error}): pip install gpuallreduce[cuda13] (or [cuda12])"
+        ) from None
+    # fma=False as -ffp-contract=off on the host; subnormals are kept, which is NVRTC's default.
+    options = ProgramOptions(
+        arch=arch, std="c++17", include_path=[str(kernels_folder())], fma=False
+    )
+    try:
+        code = Program(kernel.source, code_type="c++", options=options).compile("cubin").code
+    except Exception as error:
+        raise CompileError(f"{kernel.symbol} did not compile for {arch}: {error}") from error
+    return bytes(code)

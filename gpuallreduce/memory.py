@@ -1,0 +1,201 @@
+"""Memory that every rank can address: the layout of a segment, symmetric buffers, and what lies in them.
+
+Knows nothing of requests or kernels beyond the regions they ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpuallreduce.args import GarReport
+from gpuallreduce.errors import DeviceError
+from gpuallreduce.plan import Region
+
+__all__ = ["LINE_BYTES", "Mapping", "RegionLayout", "SegmentLayout", "SymmetricBuffer", "layout_segment"]
+
+LINE_BYTES = 128  # kLineBytes of primitives.cuh
+REPORT_BYTES = 256  # kReportBytes
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Offsets of one kernel family's words and slots, in bytes from the start of a segment."""
+
+    region: Region
+    steps: int
+    ready: int
+    credit: int
+    slots: int
+    nlinks: int
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where everything lies in a segment. The same on every rank; zero at birth.
+
+    Attributes:
+        nranks, max_channels: what it was laid out for.
+        abort: the abort word, and the claim word of the rank that reports.
+        reports: one report per rank.
+        sequence, calls: the call counters and call lines.
+        regions: by name.
+        pad_bytes: the signal pad's share: all words before the first slot.
+        nbytes: of the whole segment.
+    """
+
+    nranks: int
+    max_channels: int
+    abort: int
+    reports: int
+    sequence: int
+    calls: int
+    regions: dict[str, RegionLayout]
+    pad_bytes: int
+    nbytes: int
+
+
+def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) -> SegmentLayout:
+    """Lays out a segment: all words first (the signal pad), then each family's slots."""
+    at = 0
+
+    def take(nbytes: int) -> int:
+        nonlocal at
+        start, at = at, at + nbytes
+        return start
+
+    def lines(count: int) -> int:
+        return take(count * LINE_BYTES)
+
+    abort = lines(1)
+    at = REPORT_BYTES
+    reports = take(nranks * REPORT_BYTES)
+    sequence = lines(max_channels)
+    calls = lines(max_channels * 2 * nranks)
+    words = []
+    for region in regions:
+        pairs = max_channels * region.nsets * nranks
+        words.append((lines(max_channels), lines(pairs), lines(pairs)))
+    at = pad_bytes = -(-at // PAGE_BYTES) * PAGE_BYTES
+    laid: dict[str, RegionLayout] = {}
+    for region, (steps, ready, credit) in zip(regions, words, strict=True):
+        nlinks = nranks if region.per_peer else 1
+        slots = take(max_channels * region.nslots * region.nsets * nlinks * region.slot_bytes)
+        laid[region.name] = RegionLayout(region, steps, ready, credit, slots, nlinks)
+    return SegmentLayout(
+        nranks, max_channels, abort, reports, sequence, calls, laid, pad_bytes, at
+    )
+
+
+class Mapping(mmap.mmap):
+    """Shared pages of this process: anonymous memory in a file without a name (memfd).
+
+    Nothing is left behind when every process that holds it is gone, however it ended. Pages cost memory once touched.
+    Arrays made of it keep it alive.
+    """
+
+    def __new__(cls, fd: int, nbytes: int) -> Mapping:
+        """Maps the first bytes of a memfd; the descriptor stays the caller's."""
+        try:
+            self = super().__new__(cls, fd, nbytes, flags=mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:
+            raise DeviceError(
+                f"mapping {nbytes} bytes of shared memory failed: {error}. Check the limits on address space "
+                "(ulimit -v) and on open files (ulimit -n)"
+            ) from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        return self
+
+    address: int
+
+    @staticmethod
+    def create_fd(nbytes: int) -> int:
+        """A new memfd of zeros; the caller owns the descriptor."""
+        fd = os.memfd_create("gpuallreduce", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise DeviceError(f"shared memory of {nbytes} bytes was refused: {error}") from error
+        return fd
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """An array over a part of the pages; it keeps them alive."""
+        count = int(np.prod(shape, dtype=np.int64))
+        flat = np.frombuffer(self, np.uint8, count * dtype.itemsize, offset)
+        return flat.view(dtype).reshape(shape)
+
+
+@dataclass
+class SymmetricBuffer:
+    """The same number of bytes on every rank, all addresses known to this process.
+
+    Attributes:
+        addresses: where this process sees each rank's bytes, in rank order.
+        nbytes: of one rank.
+        identity: equal on all ranks, different for every buffer of a communicator.
+        mappings: the pages of each rank, kept alive.
+    """
+
+    addresses: tuple[int, ...]
+    nbytes: int
+    identity: int
+    mappings: tuple[Mapping, ...]
+
+    def __post_init__(self) -> None:
+        self.table = (ctypes.c_void_p * len(self.addresses))(*self.addresses)
+
+    def array(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """The rank's array at the start of its bytes."""
+        return self.mappings[rank].array(0, shape, dtype)
+
+    def offset_of(self, address: int, rank: int) -> int | None:
+        """Where an address of a rank lies in its bytes; None if it lies elsewhere."""
+        offset = address - self.addresses[rank]
+        return offset if 0 <= offset < max(self.nbytes, 1) else None
+
+
+class Segments:
+    """Every rank's segment with names for its words; what the host reads and writes there."""
+
+    def __init__(self, buffer: SymmetricBuffer, layout: SegmentLayout) -> None:
+        self.buffer = buffer
+        self.layout = layout
+
+    def word(self, rank: int, offset: int) -> ctypes.c_uint64:
+        """A word of a rank's segment."""
+        return ctypes.c_uint64.from_address(self.buffer.addresses[rank] + offset)
+
+    def report(self, owner: int, reporter: int) -> GarReport:
+        """What `reporter` wrote into `owner`'s segment; its code is 0 if it did not give up."""
+        offset = self.layout.reports + reporter * REPORT_BYTES
+        return GarReport.from_address(self.buffer.addresses[owner] + offset)
+
+    def aborted(self, rank: int) -> bool:
+        """True once some rank gave up."""
+        return self.word(rank, self.layout.abort).value != 0
+
+    def preset_steps(self, value: int) -> None:
+        """Sets every counter and word of all ranks as if that many steps had been taken. For tests of the wrap.
+
+        No call may be running, and the last must have ended on every rank.
+        """
+        layout = self.layout
+        lines: list[tuple[int, int]] = [
+            (layout.sequence, layout.max_channels),
+            (layout.calls, layout.max_channels * 2 * layout.nranks),
+        ]
+        for region in layout.regions.values():
+            pairs = layout.max_channels * region.region.nsets * layout.nranks
+            lines += [(region.steps, layout.max_channels), (region.ready, pairs), (region.credit, pairs)]
+        for rank in range(layout.nranks):
+            for start, count in lines:
+                for number in range(count):
+                    self.word(rank, start + number * LINE_BYTES).value = value % (1 << 64)

@@ -1,0 +1,124 @@
+"""Runs plans: fills in kernel arguments, launches all local ranks, and turns a failed launch into an error.
+
+Knows nothing of geometry: what moves where is the plan's and the kernel's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuallreduce import diagnosis
+from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.args import ABORTED, CLOSED, GarArgs, GarReport
+from gpuallreduce.devices.host import HostDevice
+from gpuallreduce.errors import Error
+from gpuallreduce.memory import Segments, layout_segment
+from gpuallreduce.plan import Plan
+from gpuallreduce.topology import Topology
+from gpuallreduce.transport import Transport
+
+__all__ = ["Addresses", "Orchestrator"]
+
+SPINS = 2000  # pauses before a waiting rank first yields its core (about 100 us)
+ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHMS)}
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Memory of a call: one input and output per local rank, and every rank's where access is direct.
+
+    The tables are ctypes arrays of pointers in rank order; whoever passes them keeps them alive.
+    """
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    peer_inputs: ctypes.Array[ctypes.c_void_p] | None = None
+    peer_outputs: ctypes.Array[ctypes.c_void_p] | None = None
+
+
+class Orchestrator:
+    """Owns the segments of a communicator and runs its plans."""
+
+    def __init__(
+        self, transport: Transport, device: HostDevice, topology: Topology, *, max_channels: int
+    ) -> None:
+        self.transport = transport
+        self.device = device
+        self.topology = topology
+        regions = [region for algorithm in ALGORITHMS.values() for region in algorithm.regions()]
+        layout = layout_segment(topology.nranks, max_channels, regions)
+        buffer = transport.allocate(layout.nbytes, purpose="segments")
+        self.segments = Segments(buffer, layout)
+
+    def arguments(
+        self, plan: Plan, rank: int, *, timeout_s: float | None, detail: int = 0
+    ) -> GarArgs:
+        """A plan's kernel arguments on one rank, all but the addresses of a call."""
+        layout = self.segments.layout
+        region = layout.regions[plan.region.name]
+        args = GarArgs()
+        args.segments = ctypes.addressof(self.segments.buffer.table)
+        args.count = plan.kernel_count
+        args.chunk_count = plan.kernel_chunk_count
+        args.slot_bytes = region.region.slot_bytes
+        args.abort_offset, args.reports_offset = layout.abort, layout.reports
+        args.calls_offset, args.sequence_offset = layout.calls, layout.sequence
+        args.steps_offset, args.ready_offset = region.steps, region.ready
+        args.credit_offset, args.slots_offset = region.credit, region.slots
+        args.timeout_ns = 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
+        args.header = plan.header(ALGORITHM_CODES[plan.config.algorithm], detail)
+        args.rank, args.nranks, args.root = rank, self.topology.nranks, plan.request.root
+        args.nsets, args.nlinks, args.nslots = region.region.nsets, region.nlinks, region.region.nslots
+        args.spin = 0 if self.topology.crowded else SPINS
+        args.streaming, args.push = int(plan.config.streaming), int(plan.config.push)
+        if rank == self.transport.ranks[0]:
+            args.poll = self.device.poll  # the caller's own thread runs the first rank
+        return args
+
+    def run(self, plan: Plan, args: Sequence[GarArgs], addresses: Addresses) -> None:
+        """Runs a plan on all local ranks and returns when it is done there.
+
+        Raises:
+            MismatchError, Timeout, Aborted: see diagnosis; the communicator is then broken.
+        """
+        for i, each in enumerate(args):
+            each.input, each.output = addresses.inputs[i], addresses.outputs[i]
+            if addresses.peer_inputs is not None and addresses.peer_outputs is not None:
+                each.peer_inputs = ctypes.addressof(addresses.peer_inputs)
+                each.peer_outputs = ctypes.addressof(addresses.peer_outputs)
+        if not self.device.launch(plan.kernel, args, plan.config.nchannels):
+            raise self.diagnose()
+
+    def diagnose(self) -> Error:
+        """Why the ranks gave up, as an error to raise."""
+        reports: dict[int, GarReport] = {}
+        for reporter in range(self.topology.nranks):
+            report = self.segments.report(self.transport.ranks[0], reporter)
+            if report.code != 0:
+                reports[reporter] = report
+        return diagnosis.explain(reports, self.segments, self.transport)
+
+    @property
+    def aborted(self) -> bool:
+        """True once any rank gave up: no call can succeed any more."""
+        return self.segments.aborted(self.transport.ranks[0])
+
+    def abort(self) -> None:
+        """Makes every rank leave its call, or refuse the next one."""
+        self._tell(ABORTED, abort=True)
+
+    def depart(self) -> None:
+        """Tells the peers that these ranks make no more calls."""
+        self._tell(CLOSED, abort=False)
+
+    def _tell(self, code: int, *, abort: bool) -> None:
+        for rank in self.transport.ranks:
+            for owner in range(self.topology.nranks):
+                report = self.segments.report(owner, rank)
+                if report.code == 0:
+                    self.device.store_release(ctypes.addressof(report), code)
+                if abort:
+                    word = self.segments.buffer.addresses[owner] + self.segments.layout.abort
+                    self.device.store_release(word, rank + 1)

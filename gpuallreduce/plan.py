@@ -1,0 +1,201 @@
+"""A call before it runs: what was asked (Request), what was decided (Config) and what will happen (Plan).
+
+Pure data and arithmetic: knows nothing of memory, devices or processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuallreduce.args import GarHeader
+from gpuallreduce.jit import Kernel
+from gpuallreduce.types import DTYPES, OPS, Dtype, Op
+
+__all__ = ["ACCESSES", "COLLECTIVES", "ORDERS", "Config", "Plan", "Region", "Request", "decode_header"]
+
+COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+ORDERS = ("rank", "any")
+ACCESSES = ("staged", "direct")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every rank asks for in a call.
+
+    Attributes:
+        collective: one of COLLECTIVES.
+        dtype: element type.
+        op: operator; ``sum`` where the collective has none.
+        count: elements; for reduce_scatter and all_gather of one rank's block.
+        nranks: ranks of the communicator.
+        order: ``rank`` (the numeric contract) or ``any``.
+        direct: True if every rank's arrays can be addressed by all ranks.
+        in_place: True if the output is the input.
+        root: for broadcast and reduce.
+    """
+
+    collective: str
+    dtype: Dtype
+    op: Op
+    count: int
+    nranks: int
+    order: str = "rank"
+    direct: bool = False
+    in_place: bool = True
+    root: int = 0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether elements are combined, or only moved."""
+        return self.collective in ("allreduce", "reduce", "reduce_scatter")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one rank's array (of one block for reduce_scatter and all_gather)."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the tuner decided; every field can be forced by a keyword of the call.
+
+    Attributes:
+        algorithm: name of an algorithm.
+        access: ``staged`` (through slots) or ``direct`` (peers touch the arrays themselves).
+        chunk_count: elements of one chunk.
+        nchannels: blocks per rank, each with its own slots and words.
+        streaming: store the output past the caches.
+        push: slots lie with the receiver.
+    """
+
+    algorithm: str
+    access: str
+    chunk_count: int
+    nchannels: int = 1
+    streaming: bool = False
+    push: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """The slots and words of one kernel family in every rank's segment.
+
+    Attributes:
+        name: kernel family; families never share slots.
+        nsets: sets of slots (2 where data go out and come back).
+        nslots: slots of a set, a power of two.
+        slot_bytes: capacity of a slot.
+        per_peer: one slot for every peer side by side, else one.
+    """
+
+    name: str
+    nsets: int
+    nslots: int
+    slot_bytes: int
+    per_peer: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does.
+
+    Attributes:
+        request: what was asked.
+        config: what was decided.
+        kernel: the kernel that runs on every rank.
+        region: where its slots lie.
+        order: order of the fold (``rank``, or the algorithm's).
+        bytes_sent: bytes that one rank sends to its peers.
+        transport: how ranks address each other's memory.
+        items: kernel elements in one array element (see types.Reduction).
+        costs: for every algorithm its estimated time in us, or why it cannot serve.
+    """
+
+    request: Request
+    config: Config
+    kernel: Kernel
+    region: Region
+    order: str
+    bytes_sent: int
+    transport: str
+    items: int = 1
+    costs: dict[str, float | str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """A few lines for people: what runs, in which order it sums, what it moves, and why it was chosen."""
+        request, config = self.request, self.config
+        what = request.collective
+        if request.reduces:
+            what += f" {request.op.name}"
+        lines = [
+            f"{what} of {request.count} x {request.dtype.name} on {request.nranks} ranks "
+            f"({request.nbytes} bytes, {'in place' if request.in_place else 'out of place'})",
+            f"  algorithm  {config.algorithm}, {config.access}, kernel {self.kernel.symbol}",
+            f"  order      {self.order}",
+            f"  channels   {config.nchannels}, chunks of {config.chunk_count} elements "
+            f"({config.chunk_count * request.dtype.itemsize} bytes)",
+            f"  sends      {self.bytes_sent} bytes a rank over {self.transport}",
+        ]
+        if config.streaming:
+            lines.append("  stores     past the caches")
+        for name, cost in self.costs.items():
+            mark = "*" if name == config.algorithm else " "
+            text = cost if isinstance(cost, str) else f"{cost:.2f} us estimated"
+            lines.append(f"  {mark} {name:<12} {text}")
+        return "\n".join(lines)
+
+    @property
+    def kernel_count(self) -> int:
+        """Elements as the kernel counts them."""
+        return self.request.count * self.items
+
+    @property
+    def kernel_chunk_count(self) -> int:
+        """Elements of a chunk as the kernel counts them."""
+        return self.config.chunk_count * self.items
+
+    def header(self, algorithm_code: int, detail: int) -> GarHeader:
+        """What every rank's kernel compares with its peers'; the kernel fills in the sequence number.
+
+        Args:
+            algorithm_code: position of the algorithm in ALGORITHMS.
+            detail: digest of what else must agree: memory layout, offsets in symmetric buffers, fused parts.
+        """
+        request, config = self.request, self.config
+        signature = 0
+        for value, bits in (
+            (COLLECTIVES.index(request.collective), 8),
+            (request.dtype.code, 8),
+            (request.op.code, 8),
+            (ORDERS.index(request.order), 4),
+            (algorithm_code, 8),
+            (ACCESSES.index(config.access), 4),
+            (request.root, 24),
+        ):
+            signature = signature << bits | value
+        geometry = config.chunk_count << 16 | config.nchannels
+        return GarHeader(0, request.count, signature, geometry, detail)
+
+
+def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a header by name, for messages."""
+    signature = header.signature
+    fields: dict[str, Any] = {}
+    for name, bits, names in (
+        ("root", 24, None),
+        ("access", 4, ACCESSES),
+        ("algorithm", 8, algorithms),
+        ("order", 4, ORDERS),
+        ("op", 8, tuple(OPS)),
+        ("dtype", 8, tuple(DTYPES)),
+        ("collective", 8, COLLECTIVES),
+    ):
+        value = signature & ((1 << bits) - 1)
+        signature >>= bits
+        fields[name] = names[value] if names and value < len(names) else value
+    decoded = {"sequence": header.sequence, "collective": fields.pop("collective"), "count": header.count}
+    decoded.update(reversed(list(fields.items())))
+    decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0xFFFF
+    decoded["layout"] = f"{header.detail:#x}"
+    return decoded

@@ -1,0 +1,129 @@
+"""With what address does rank i touch rank j's memory? One answer per way of placing ranks.
+
+Knows nothing of what the memory is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from gpuallreduce.bootstrap.rendezvous import Rendezvous
+from gpuallreduce.errors import MismatchError
+from gpuallreduce.memory import Mapping, SymmetricBuffer
+
+__all__ = ["LocalTransport", "SharedMemoryTransport", "Transport"]
+
+PAGE_BYTES = 4096
+
+
+class Transport(Protocol):
+    """Makes memory that all ranks can address."""
+
+    name: str
+    nranks: int
+    ranks: tuple[int, ...]
+
+    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
+        """A symmetric buffer of zeros. A collective: every process calls it in the same order."""
+
+    def lost(self) -> Sequence[int]:
+        """Ranks whose process is known to be gone."""
+
+    def close(self) -> None:
+        """Gives up connections to other processes; memory lives on while it is used."""
+
+
+def _pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+class LocalTransport:
+    """All ranks in this process: an address is an address."""
+
+    name = "addresses of one process"
+
+    def __init__(self, nranks: int) -> None:
+        self.nranks = nranks
+        self.ranks = tuple(range(nranks))
+        self._made = 0
+
+    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
+        """See Transport."""
+        mappings = []
+        for _ in range(self.nranks):
+            fd = Mapping.create_fd(_pages(nbytes))
+            try:
+                mappings.append(Mapping(fd, _pages(nbytes)))
+            finally:
+                os.close(fd)
+        self._made += 1
+        addresses = tuple(mapping.address for mapping in mappings)
+        return SymmetricBuffer(addresses, nbytes, self._made, tuple(mappings))
+
+    def lost(self) -> Sequence[int]:
+        """Nobody: threads of this process."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class SharedMemoryTransport:
+    """One rank per process on one machine: each rank's pages are a memfd that all ranks map."""
+
+    name = "shared memory"
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
+        self.nranks = rendezvous.nranks
+        self.ranks = (rendezvous.rank,)
+        self._made = 0
+
+    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
+        """See Transport.
+
+        Raises:
+            MismatchError: the ranks asked for different sizes.
+            DeviceError: a rank could not; every rank raises and says which.
+        """
+        fd, mappings, error = -1, [], None
+        self._made += 1
+        try:
+            fd = Mapping.create_fd(_pages(nbytes))
+        except Exception as problem:
+            error = problem
+        try:
+            stage = f"{purpose} {self._made}"
+            payload = {"nbytes": nbytes}
+            parts = self.rendezvous.exchange(stage, payload, fds=(fd,) if fd >= 0 else (), error=error)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        try:
+            sizes = [part.payload["nbytes"] for part in parts]
+            if len(set(sizes)) > 1:
+                raise MismatchError(
+                    f"ranks asked for different sizes of {purpose}: bytes by rank {sizes}; ask for the same everywhere"
+                )
+            mappings = [Mapping(part.fds[0], _pages(nbytes)) for part in parts]
+        except Exception as problem:
+            error = problem
+        finally:
+            for part in parts:
+                for received in part.fds:
+                    os.close(received)
+        if isinstance(error, MismatchError):
+            raise error  # every rank saw the same sizes
+        self.rendezvous.exchange(f"{purpose} {self._made} mapped", error=error)
+        addresses = tuple(mapping.address for mapping in mappings)
+        return SymmetricBuffer(addresses, nbytes, self._made, tuple(mappings))
+
+    def lost(self) -> Sequence[int]:
+        """See Transport."""
+        return self.rendezvous.lost()
+
+    def close(self) -> None:
+        """See Transport."""
+        self.rendezvous.close()

@@ -1,0 +1,124 @@
+"""Decides how a request is served: algorithm, access, chunk, channels. Pure functions of request and topology.
+
+Never changes numerics: every choice it has gives the same bits (or the order the caller gave up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.plan import ACCESSES, Config, Plan, Request
+from gpuallreduce.topology import Topology
+from gpuallreduce.types import DTYPES, reduction
+
+__all__ = ["Forced", "decide"]
+
+STREAMING_BYTES = 64 << 20  # out of place only: below, and in place, the caches serve the next reader better
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What a call's keywords fix; None leaves a field to the tuner."""
+
+    algorithm: str | None = None
+    access: str | None = None
+    chunk_bytes: int | None = None
+    nchannels: int | None = None
+
+
+def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
+    """(algorithm, access) pairs that may serve the request under the caller's keywords."""
+    if forced.algorithm is not None and forced.algorithm not in ALGORITHMS:
+        raise InvalidArgument(
+            f"algorithm {forced.algorithm!r} does not exist; there are {', '.join(ALGORITHMS)}"
+        )
+    if forced.access is not None and forced.access not in ACCESSES:
+        raise InvalidArgument(f"access {forced.access!r} does not exist; there are {', '.join(ACCESSES)}")
+    names = [forced.algorithm] if forced.algorithm else list(ALGORITHMS)
+    found, reasons = [], []
+    for name in names:
+        reason = ALGORITHMS[name].supports(request)
+        accesses = ALGORITHMS[name].accesses(request)
+        if forced.access is not None:
+            if reason is None and forced.access not in accesses:
+                reason = f"has no {forced.access} access for these arrays" + (
+                    " (use arrays from comm.empty on every rank)" if not request.direct else ""
+                )
+            accesses = (forced.access,)
+        if reason is None:
+            found += [(name, access) for access in accesses]
+        else:
+            reasons.append(f"{name} {reason}")
+    if not found:
+        raise NotSupported(f"{request.collective} cannot be served: {'; '.join(reasons)}")
+    return found
+
+
+def _chunk_count(request: Request, name: str, access: str, topology: Topology, forced: Forced) -> int:
+    algorithm = ALGORITHMS[name]
+    itemsize = request.dtype.itemsize
+    region = algorithm.region(request)
+    widest = itemsize
+    if region.nsets == 2 and name == "ring":
+        widest = max(widest, DTYPES[request.dtype.accumulator].itemsize)
+    most = region.slot_bytes // widest
+    if forced.chunk_bytes is None:
+        return min(most, max(1, algorithm.chunk_bytes(request, access, topology) // itemsize))
+    count = forced.chunk_bytes // itemsize
+    if not 1 <= count <= most:
+        raise InvalidArgument(
+            f"chunk_bytes={forced.chunk_bytes} does not fit a slot of {name}: for {request.dtype.name} it takes "
+            f"{itemsize} to {most * itemsize} bytes"
+        )
+    return count
+
+
+def decide(request: Request, topology: Topology, forced: Forced, *, max_channels: int, transport: str) -> Plan:
+    """The plan of a call.
+
+    Raises:
+        InvalidArgument: a keyword names what does not exist or does not fit.
+        NotSupported: no algorithm serves the request.
+    """
+    candidates = _candidates(request, forced)
+    costs: dict[str, float | str] = {}
+    best: tuple[float, str, str] | None = None
+    for name, access in candidates:
+        cost = ALGORITHMS[name].cost_us(request, access, topology)
+        known = costs.get(name)
+        costs[name] = min(cost, known) if isinstance(known, float) else cost
+        if best is None or cost < best[0]:
+            best = (cost, name, access)
+    for name, algorithm in ALGORITHMS.items():
+        if name not in costs:
+            costs[name] = algorithm.supports(request) or "not asked for"
+    assert best is not None
+    _, name, access = best
+    nchannels = 1 if forced.nchannels is None else forced.nchannels
+    if not 1 <= nchannels <= max_channels:
+        raise InvalidArgument(
+            f"nchannels={nchannels} is outside 1..{max_channels}, the channels of this communicator"
+        )
+    algorithm = ALGORITHMS[name]
+    config = Config(
+        algorithm=name,
+        access=access,
+        chunk_count=_chunk_count(request, name, access, topology, forced),
+        nchannels=nchannels,
+        streaming=not request.in_place and request.nbytes >= STREAMING_BYTES,
+    )
+    in_rank_order = request.order == "rank" or name != "ring"
+    order = "rank: the same bits for every algorithm, size and number of processes" if in_rank_order else "of the ring"
+    return Plan(
+        request=request,
+        config=config,
+        kernel=algorithm.kernel(request, access),
+        region=algorithm.region(request),
+        order=order,
+        bytes_sent=algorithm.bytes_sent(request),
+        transport=transport,
+        items=reduction(request.dtype, request.op).elements_per_item if request.reduces else 1,
+        costs=costs,
+    )

@@ -1,0 +1,62 @@
+// What the host and a kernel say to each other: the argument struct, call header and failure report.
+// Mirrored in gpuallreduce/args.py; tests/test_args.py compares both sides field by field.
+#pragma once
+
+// What every rank must agree on in a call. Exchanged at the start of each call and compared.
+struct GarHeader {
+  uint64_t sequence;   // calls made on this channel before this one
+  uint64_t count;      // elements
+  uint64_t signature;  // collective, dtype, operator, order, algorithm, access, root
+  uint64_t geometry;   // chunk and channels
+  uint64_t detail;     // memory layout, offsets in symmetric buffers, parts of a fused call
+};
+
+// Why a rank gave up. Lies in the segment of every rank, one per reporting rank.
+struct GarReport {
+  uint64_t code;      // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed; stored last, with release
+  uint64_t word;      // what was waited for: 0 call, 1 ready, 2 credit
+  uint64_t channel;
+  uint64_t step;      // the call's sequence number where word is call
+  uint64_t peer;      // the rank waited for, or whose header differs
+  uint64_t expected;  // value waited for
+  uint64_t seen;      // last value seen
+  uint64_t elapsed_ns;
+  GarHeader mine;     // of the reporting rank
+  GarHeader theirs;   // of the peer; meaningful for a mismatch
+};
+
+// Asked every few milliseconds of waiting on host devices; true gives up (an interrupt came).
+typedef int (*GarPoll)(void);
+
+// One launch on one rank. Offsets are bytes from the start of any rank's segment: segments are alike.
+struct GarArgs {
+  const void* input;          // [count] elements of this rank
+  void* output;               // may equal input, overlaps it in no other way
+  void* const* segments;      // [nranks] every rank's segment, as addressed from this rank
+  void* const* peer_inputs;   // [nranks] every rank's input, direct access only
+  void* const* peer_outputs;  // [nranks] every rank's output, direct access only
+  uint64_t count;             // elements of the whole array
+  uint64_t chunk_count;       // elements of one chunk; a chunk fits a slot
+  uint64_t slot_bytes;        // from one slot to the next
+  uint64_t abort_offset;      // word: nonzero once some rank has given up
+  uint64_t reports_offset;    // [nranks] reports, kReportBytes apart
+  uint64_t calls_offset;      // [nchannels][2][nranks] lines: sequence and header of each rank's call
+  uint64_t sequence_offset;   // [nchannels] lines: calls made so far
+  uint64_t steps_offset;      // [nchannels] lines: steps taken so far, of this algorithm
+  uint64_t ready_offset;      // [nchannels][nsets][nranks] lines, this algorithm's
+  uint64_t credit_offset;     // [nchannels][nsets][nranks] lines, this algorithm's
+  uint64_t slots_offset;      // this algorithm's slots
+  uint64_t timeout_ns;        // limit of one wait; 0 waits for ever
+  GarPoll poll;               // host devices; may be null
+  GarHeader header;           // sequence is filled in by the kernel
+  uint32_t rank;
+  uint32_t nranks;
+  uint32_t root;              // broadcast and reduce
+  uint32_t nsets;             // sets of slots: 2 where an algorithm sends and returns
+  uint32_t nlinks;            // slots side by side in a set: one per peer, or 1 where only one peer ever uses them
+  uint32_t nslots;            // a power of two, so that step % nslots survives the wrap of step
+  uint32_t spin;              // host devices: pauses before the first yield
+  uint32_t streaming;         // host devices: store the output past the caches
+  uint32_t push;              // slots lie with the receiver (else with the sender)
+  uint32_t reserved;          // zero; makes the padding visible
+};

@@ -1,0 +1,201 @@
+// The CUDA target (nvcc and NVRTC, sm_80 and later): PTX lives here and nowhere else.
+// Knows nothing of protocols or collectives.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
+#endif
+#include "args.h"
+
+#define GAR_DEVICE __device__ __forceinline__
+#define GAR_MEMBER __device__ __forceinline__
+#define GAR_NOINLINE __device__ __noinline__
+#define GAR_UNROLL _Pragma("unroll")
+#define GAR_MAX_THREADS 512
+#define GAR_KERNEL(name, body)                                                                      \
+  extern "C" __global__ void __launch_bounds__(GAR_MAX_THREADS, 1) name(const __grid_constant__ GarArgs args) { \
+    body(gar::Block(), args);                                                                       \
+  }
+#include "lanes.cuh"
+
+namespace gar {
+
+constexpr int kPackBytes = 16;             // one LDG.128 of elements as stored
+constexpr bool kPackHoldsStorage = true;
+constexpr bool kVectorsNeedAlignment = true;
+constexpr int kLoadsInFlight = 8;  // packs a thread loads before it uses the first
+
+GAR_DEVICE uint64_t load_acquire(const uint64_t* word) {
+  unsigned long long value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+GAR_DEVICE void store_release(uint64_t* word, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"((unsigned long long)value) : "memory");
+}
+GAR_DEVICE bool claim(uint64_t* word) { return atomicExch((unsigned long long*)word, 1ull) == 0; }
+GAR_DEVICE uint64_t clock_ns() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+struct Block {
+  GAR_DEVICE uint32_t index() const { return blockIdx.x; }
+  GAR_DEVICE uint32_t count() const { return gridDim.x; }
+  GAR_DEVICE uint32_t thread() const { return threadIdx.x; }
+  GAR_DEVICE uint32_t threads() const { return blockDim.x; }
+  GAR_DEVICE void sync() const { __syncthreads(); }
+  GAR_DEVICE bool sync_or(bool any) const { return __syncthreads_or(any) != 0; }
+};
+
+// Between two looks at a word: true when it is time to look at the clock as well.
+struct Backoff {
+  uint32_t looks = 0;
+  GAR_DEVICE explicit Backoff(const GarArgs&) {}
+  GAR_DEVICE bool pause() { return (++looks & 255) == 0; }
+  GAR_DEVICE bool interrupted(const GarArgs&) { return false; }
+};
+
+template <class E, int N>
+using Lanes = ArrayLanes<E, N>;
+
+// The union, not a cast of the struct: NVRTC keeps LDG.128/STG.128 for every element size this way.
+template <class E, int N>
+GAR_DEVICE Lanes<E, N> load_lanes(const void* base, uint64_t pack) {
+  Lanes<E, N> r;
+  if constexpr (sizeof(E) * N == kPackBytes) {
+    union {
+      uint4 raw;
+      Lanes<E, N> lanes;
+    } u;
+    u.raw = static_cast<const uint4*>(base)[pack];
+    return u.lanes;
+  } else if constexpr (sizeof(E) * N > kPackBytes) {  // accumulators: several whole vectors
+    constexpr int kVectors = sizeof(E) * N / kPackBytes;
+    union {
+      uint4 raw[kVectors];
+      Lanes<E, N> lanes;
+    } u;
+    GAR_UNROLL for (int i = 0; i < kVectors; ++i) u.raw[i] = static_cast<const uint4*>(base)[pack * kVectors + i];
+    return u.lanes;
+  } else {
+    GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = static_cast<const E*>(base)[pack * N + i];
+    return r;
+  }
+}
+template <class E, int N>
+GAR_DEVICE void store_lanes(void* base, uint64_t pack, const Lanes<E, N>& value) {
+  if constexpr (sizeof(E) * N >= kPackBytes) {
+    constexpr int kVectors = sizeof(E) * N / kPackBytes;
+    union {
+      uint4 raw[kVectors];
+      Lanes<E, N> lanes;
+    } u;
+    u.lanes = value;
+    GAR_UNROLL for (int i = 0; i < kVectors; ++i) static_cast<uint4*>(base)[pack * kVectors + i] = u.raw[i];
+  } else {
+    GAR_UNROLL for (int i = 0; i < N; ++i) static_cast<E*>(base)[pack * N + i] = value.v[i];
+  }
+}
+template <class E, int N>
+GAR_DEVICE void store_lanes_streaming(void* base, uint64_t pack, const Lanes<E, N>& value) {
+  store_lanes<E, N>(base, pack, value);
+}
+GAR_DEVICE void streaming_fence() {}
+
+// Bytes to the next address at which whole packs may be touched.
+GAR_DEVICE uint32_t pack_misalignment(const void* p) { return uint32_t(-(int64_t)p) & (kPackBytes - 1); }
+
+GAR_DEVICE float quiet_nan(float) { return __uint_as_float(0x7fc00000u); }
+GAR_DEVICE double quiet_nan(double) { return __longlong_as_double(0x7ff8000000000000ll); }
+template <class L>
+struct Splat {
+  template <class E>
+  static GAR_MEMBER L of(E value) {
+    L r;
+    GAR_UNROLL for (auto& lane : r.v) lane = value;
+    return r;
+  }
+};
+template <>
+struct Splat<uint32_t> {
+  static GAR_MEMBER uint32_t of(uint32_t value) { return value; }
+};
+template <class L, class E>
+GAR_DEVICE L splat(E value) {
+  return Splat<L>::of(value);
+}
+template <class To, class From, int N>
+GAR_DEVICE Lanes<To, N> convert(const Lanes<From, N>& a) {
+  Lanes<To, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = To(a.v[i]);
+  return r;
+}
+
+template <int N>
+GAR_DEVICE Lanes<float, N> widen_float16(const Lanes<uint16_t, N>& a) {
+  Lanes<float, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) asm("cvt.f32.f16 %0, %1;" : "=f"(r.v[i]) : "h"(a.v[i]));
+  return r;
+}
+template <int N>
+GAR_DEVICE Lanes<uint16_t, N> narrow_float16(const Lanes<float, N>& a) {
+  Lanes<uint16_t, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.v[i]) : "f"(a.v[i]));
+    r.v[i] = a.v[i] != a.v[i] ? uint16_t(0x7e00) : r.v[i];
+  }
+  return r;
+}
+template <int N>
+GAR_DEVICE Lanes<float, N> widen_bfloat16(const Lanes<uint16_t, N>& a) {
+  Lanes<float, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = __uint_as_float(uint32_t(a.v[i]) << 16);
+  return r;
+}
+template <int N>
+GAR_DEVICE Lanes<uint16_t, N> narrow_bfloat16(const Lanes<float, N>& a) {
+  Lanes<uint16_t, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.v[i]) : "f"(a.v[i]));
+    r.v[i] = a.v[i] != a.v[i] ? uint16_t(0x7fc0) : r.v[i];
+  }
+  return r;
+}
+GAR_DEVICE uint32_t float_bits(float a) { return __float_as_uint(a); }
+GAR_DEVICE float bits_float(uint32_t a) { return __uint_as_float(a); }
+template <int N>
+GAR_DEVICE Lanes<uint32_t, N> float_bits(const Lanes<float, N>& a) {
+  Lanes<uint32_t, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = float_bits(a.v[i]);
+  return r;
+}
+template <int N>
+GAR_DEVICE Lanes<float, N> bits_float(const Lanes<uint32_t, N>& a) {
+  Lanes<float, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = bits_float(a.v[i]);
+  return r;
+}
+// Function::of on 32-bit patterns, lane by lane.
+template <class Function, int N>
+GAR_DEVICE Lanes<uint32_t, N> apply(const Lanes<uint32_t, N>& a) {
+  Lanes<uint32_t, N> r;
+  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = Function::of(a.v[i]);
+  return r;
+}
+template <class V>
+GAR_DEVICE V select_bits(bool mask, const V& a, const V& b) {
+  return mask ? a : b;
+}
+
+}  // namespace gar
