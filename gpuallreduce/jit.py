@@ -22,8 +22,18 @@ from gpuallreduce.errors import CompileError
 
 __all__ = ["Compiler", "Kernel", "cache_folder", "compile_cubin", "compile_host", "host_compiler"]
 
-# -ffp-contract=off and -fwrapv keep the bits equal on all targets: no fused multiply-add, integers wrap.
-COMMON_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fwrapv", "-Wno-psabi")
+# -ffp-contract=off and -fwrapv keep the bits equal on all targets: no fused multiply-add, integers wrap. The kernels
+# name their vectors, and g++ 12's own vectoriser makes vfmaddsub of complex products even so, hence -fno-tree-vectorize.
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fno-tree-vectorize",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fwrapv",
+    "-Wno-psabi",
+)
 KERNEL_FLAGS = ("-fno-exceptions", "-fno-rtti")
 RUNTIME_SOURCES = ("host.cpp", "host_python.cpp")
 DIGEST_BYTES = hashlib.sha256().digest_size

@@ -134,8 +134,8 @@ struct Float8 {
           (magnitude + ((magnitude >> kShift) & 1u) + ((1u << (kShift - 1)) - 1u) - (uint32_t(127 - Bias) << 23)) >> kShift;
       U r = select_bits(magnitude < (uint32_t(128 - Bias) << 23), subnormal, rounded);
       r = select_bits((magnitude >= (uint32_t(128 - Bias) << 23)) & (r > Largest), splat<U>(Overflow), r);
-      r = select_bits(magnitude > 0x7f800000u, splat<U>(Nan), r | ((bits >> 24) & 0x80u));
-      return r;
+      const U sign = (bits >> 24) & 0x80u;
+      return select_bits((magnitude > 0x7f800000u) | (r == Nan), splat<U>(Nan), r | sign);
     }
   };
   typedef uint8_t Storage;

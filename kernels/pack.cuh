@@ -92,24 +92,30 @@ GAR_DEVICE uint64_t head_elements(const From& from, int nfrom, const To& to, int
   return alike ? smaller(bytes / element_bytes<T>(), n) : n;
 }
 
+// Elements [i, n) one at a time; out of line, since every call has at most a few.
+template <class T, class Op, int K, int D, class From, class To>
+GAR_NOINLINE void fold_elements(const From& from, const To& to, uint32_t nranks, uint64_t i, uint64_t n,
+                                uint64_t stride) {
+  for (; i < n; i += stride) fold_packs<T, Op, K, D, 1, 1, false>(from, to, nranks, i, 0);
+}
+
 template <class T, class Op, int K, int D, bool Streaming, class From, class To>
-GAR_DEVICE void fold_range(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n,
+GAR_OUTLINE void fold_range(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n,
                            uint64_t head) {
   constexpr int N = lanes_in_pack<T>();
   constexpr int U = K == 0 || K >= kLoadsInFlight ? 1 : kLoadsInFlight / K;
   const uint64_t stride = block.threads(), packs = (n - head) / N;
-  uint64_t i = block.thread();
-  for (; i < head; i += stride) fold_packs<T, Op, K, D, 1, 1, false>(from, to, nranks, i, 0);
+  if (head > 0) fold_elements<T, Op, K, D>(from, to, nranks, block.thread(), head, stride);
   const auto body_from = shifted<T, K>(from, head);
   const auto body_to = shifted<T, D>(to, head);
-  i = block.thread();
+  uint64_t i = block.thread();
   if constexpr (U > 1) {
     for (; i + (U - 1) * stride < packs; i += U * stride)
       fold_packs<T, Op, K, D, N, U, Streaming>(body_from, body_to, nranks, i, stride);
   }
   for (; i < packs; i += stride) fold_packs<T, Op, K, D, N, 1, Streaming>(body_from, body_to, nranks, i, 0);
-  for (i = head + packs * N + block.thread(); i < n; i += stride)
-    fold_packs<T, Op, K, D, 1, 1, false>(from, to, nranks, i, 0);
+  if (head + packs * N < n)
+    fold_elements<T, Op, K, D>(from, to, nranks, head + packs * N + block.thread(), n, stride);
   if (Streaming) streaming_fence();
 }
 
@@ -149,7 +155,7 @@ struct Word<4> {
 
 // Copies n elements to each of D targets.
 template <class T, int D, class To>
-GAR_DEVICE void copy_to(const Block& block, const To& to, const void* from, uint64_t n, bool streaming) {
+GAR_OUTLINE void copy_to(const Block& block, const To& to, const void* from, uint64_t n, bool streaming) {
   typedef typename Word<element_bytes<T>()>::type W;
   const Held<const void*, 1> one{{from}};
   fold<W, Sum, 1, D>(block, one, to, 1, n * (element_bytes<T>() / sizeof(W)), streaming);

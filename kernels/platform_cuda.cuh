@@ -19,6 +19,7 @@ typedef unsigned long long uint64_t;
 #define GAR_DEVICE __device__ __forceinline__
 #define GAR_MEMBER __device__ __forceinline__
 #define GAR_NOINLINE __device__ __noinline__
+#define GAR_OUTLINE GAR_DEVICE
 #define GAR_UNROLL _Pragma("unroll")
 #define GAR_MAX_THREADS 512
 #define GAR_KERNEL(name, body)                                                                      \
