@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from gpuallreduce import reference
+from gpuallreduce.accuracy import exact
 from gpuallreduce.checks import (
     Guarded,
-    exact_inputs,
     first_difference,
-    random_inputs,
+    worst_deviation,
     worst_error,
     wrong_count,
 )
 from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.inputs import exact_inputs, random_inputs
 from gpuallreduce.types import DTYPES, OPS
 
 DEFINED = [(d, o) for d in DTYPES.values() for o in OPS.values() if d.kind in o.kinds]
@@ -68,7 +69,7 @@ def test_exact_inputs_reduce_to_the_real_value_without_error(dtype, op, nranks):
     for seed in range(5):
         arrays = exact_inputs(dtype, op, 300, nranks, seed)
         result = reference.allreduce(arrays, op.name)
-        value, _ = reference.exact(arrays, op.name)
+        value, _ = exact(arrays, op.name)
         assert np.isfinite(value).all()
         assert np.array_equal(result.astype(value.dtype), value)
         assert op.name != "prod" or (result != 0).all()
@@ -145,7 +146,7 @@ def test_random_inputs_show_the_order_and_the_rounding(dtype, op):
     if dtype.itemsize >= 4:
         assert wrong_count(reference.allreduce(arrays[::-1], op.name), result) > 400
     else:
-        value, _ = reference.exact(arrays, op.name)
+        value, _ = exact(arrays, op.name)
         assert np.mean(result.astype(value.dtype) != value) > 0.2
     finite = np.isfinite(result)
     assert finite.mean() > 0.8
@@ -295,7 +296,7 @@ def test_checks_accept_scalars_and_empty_arrays(shape):
         x = np.zeros(shape, dtype.numpy)
         assert first_difference(x, x) is None
         assert wrong_count(x, x) == 0
-        assert worst_error(x, *reference.exact([x, x], "sum")) == 0
+        assert worst_error(x, *exact([x, x], "sum")) == 0
     assert first_difference(np.array(1), np.array(2)).startswith("element (): 1 ")
 
 
@@ -328,3 +329,18 @@ def test_worst_error_of_integers_is_all_or_nothing():
     x = np.array([1, 2], np.uint64)
     assert worst_error(x, x, np.zeros(2)) == 0
     assert worst_error(x, x + np.uint64(1), np.zeros(2)) == math.inf
+
+
+def test_worst_deviation_names_the_error_and_the_bound_of_the_same_element():
+    value, bound = np.array([1.0, 10.0, 100.0]), np.array([0.5, 4.0, 50.0])
+    assert worst_deviation(np.array([1.1, 13.0, 110.0]), value, bound) == (0.75, 3.0, 4.0)
+    assert worst_deviation(np.zeros(0), np.zeros(0), np.zeros(0)) == (0, 0, 0)
+
+
+def test_guarded_array_lies_in_the_memory_it_is_given():
+    memory = np.zeros(1024, np.uint8)
+    guarded = Guarded(DTYPES["int16"], 5, guard_bytes=128, memory=memory)
+    assert np.shares_memory(guarded.array, memory)
+    assert guarded.check() is None
+    with pytest.raises(InvalidArgument, match="memory has 1024"):
+        Guarded(DTYPES["int16"], 500, guard_bytes=128, memory=memory)

@@ -206,18 +206,19 @@ AFFINITY = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(
 def test_ranks_are_bound_to_a_core_each_where_there_are_enough() -> None:
     cores = sorted(os.sched_getaffinity(0))
     nranks = min(2, len(cores))
-    _, out, _ = command("-n", str(nranks), "--no-prefix", *AFFINITY)
-    assert out == sorted(f"[{core}]" for core in cores[:nranks])
-    _, out, _ = command("-n", str(nranks), "--no-prefix", "--bind", "none", *AFFINITY)
-    assert out == [str(cores)] * nranks
+    _, out, _ = command("-n", str(nranks), *AFFINITY)
+    prefixes = [f"[{rank}] " if nranks > 1 else "" for rank in range(nranks)]
+    assert out == [f"{prefixes[rank]}[{cores[rank]}]" for rank in range(nranks)]
+    _, out, _ = command("-n", str(nranks), "--bind", "none", *AFFINITY)
+    assert out == [f"{prefix}{cores}" for prefix in prefixes]
 
 
 def test_more_ranks_than_cores_are_not_bound_unless_that_was_asked_for() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    too_many = str(len(cores) + 1)
-    status, out, _ = command("-n", too_many, "--no-prefix", *AFFINITY)
-    assert (status, set(out)) == (0, {str(cores)})
-    status, _, err = command("-n", too_many, "--bind", "core", *AFFINITY)
+    too_many = len(cores) + 1
+    status, out, _ = command("-n", str(too_many), *AFFINITY)
+    assert (status, out) == (0, sorted(f"[{rank}] {cores}" for rank in range(too_many)))
+    status, _, err = command("-n", str(too_many), "--bind", "core", *AFFINITY)
     assert status == 2
     assert f"{len(cores)} are available" in err
 

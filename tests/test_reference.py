@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from gpuallreduce import reference
-from gpuallreduce.checks import first_difference, random_inputs, worst_error
+from gpuallreduce.accuracy import exact
+from gpuallreduce.checks import first_difference, worst_error
 from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.inputs import random_inputs
 from gpuallreduce.types import DTYPES, OPS
 
 
@@ -411,7 +413,7 @@ def test_strided_transposed_and_unaligned_inputs_are_read_by_value():
     assert np.array_equal(result, x.T[:, ::2] + 0.5)
 
 
-@pytest.mark.parametrize("call", [reference.allreduce, reference.exact])
+@pytest.mark.parametrize("call", [reference.allreduce, exact])
 def test_calls_without_a_meaning_are_refused(call):
     x = np.zeros(3, np.float32)
     for arrays, op in (
@@ -435,7 +437,7 @@ def as_fraction(x):
 @pytest.mark.parametrize("name", FLOATS)
 def test_exact_value_and_bound_hold_in_fractions_for_any_order_of_ranks(name, op):
     arrays = random_inputs(DTYPES[name], OPS[op], 40, 4, seed=7)
-    value, bound = reference.exact(arrays, op)
+    value, bound = exact(arrays, op)
     assert value.dtype == bound.dtype == np.float64
     results = [
         reference.allreduce([arrays[r] for r in order], op)
@@ -456,7 +458,7 @@ def test_exact_value_and_bound_hold_in_fractions_for_any_order_of_ranks(name, op
 @pytest.mark.parametrize("nranks", [2, 3, 8])
 def test_reference_is_within_its_bound_and_the_bound_is_not_idle(name, op, nranks):
     arrays = random_inputs(DTYPES[name], OPS[op], 3000, nranks, seed=8)
-    value, bound = reference.exact(arrays, op)
+    value, bound = exact(arrays, op)
     fraction = worst_error(reference.allreduce(arrays, op), value, bound)
     # Two ranks' float64 result and the real value in float64 are the same rounding.
     idle = nranks == 2 and DTYPES[COMPLEX.get(name, name)].itemsize == 8 and fraction == 0
@@ -469,7 +471,7 @@ def test_reference_is_within_its_bound_and_the_bound_is_not_idle(name, op, nrank
 def test_bound_sees_an_error_of_three_units_in_the_last_place(name, op):
     arrays = random_inputs(DTYPES[name], OPS[op], 500, 2, seed=9)
     arrays = [abs(x).astype(x.dtype) for x in arrays]  # no cancellation
-    value, bound = reference.exact(arrays, op)
+    value, bound = exact(arrays, op)
     result = reference.allreduce(arrays, op)
     wrong = result.copy()
     parts = wrong.view(DTYPES[COMPLEX.get(name, name)].numpy)
@@ -486,7 +488,7 @@ def test_special_values_stay_within_the_bound(name, op):
         return
     for nranks in (1, 2, 5):
         arrays = random_inputs(DTYPES[name], OPS[op], 3000, nranks, seed=10, special=True)
-        value, bound = reference.exact(arrays, op)
+        value, bound = exact(arrays, op)
         for order in (list(range(nranks)), list(range(nranks))[::-1]):
             result = reference.allreduce([arrays[r] for r in order], op)
             assert worst_error(result, value, bound) <= 1
@@ -495,7 +497,7 @@ def test_special_values_stay_within_the_bound(name, op):
 
 def test_exact_is_better_than_float64_where_a_sum_cancels():
     arrays = [np.array([x]) for x in (2.0**53, 1.0, 2.0**-3, -(2.0**53))]
-    value, bound = reference.exact(arrays, "sum")
+    value, bound = exact(arrays, "sum")
     assert abs(value[0] - 1.125) <= bound[0]
     assert 0 < bound[0] <= 2.0**4
     if np.finfo(np.longdouble).nmant >= 63:
@@ -504,12 +506,12 @@ def test_exact_is_better_than_float64_where_a_sum_cancels():
 
 def test_bound_is_infinite_where_the_fold_may_overflow_and_zero_for_exact_operators():
     big = np.array([3e38, 1.0], np.float32)
-    value, bound = reference.exact([big, big, -big], "sum")
+    value, bound = exact([big, big, -big], "sum")
     assert np.isinf(bound[0])
     assert np.isfinite(bound[1])
     assert abs(value[1] - 1) <= bound[1]
     for op in ("max", "min"):
-        value, bound = reference.exact([big, -big], op)
+        value, bound = exact([big, -big], op)
         assert not bound.any()
         assert np.array_equal(value, np.array([1, 1]) * (big if op == "max" else -big))
 
@@ -517,7 +519,7 @@ def test_bound_is_infinite_where_the_fold_may_overflow_and_zero_for_exact_operat
 @pytest.mark.parametrize("name", ["bool", *INTEGERS])
 def test_exact_of_integers_is_the_result_itself(name):
     arrays = random_inputs(DTYPES[name], OPS["sum"], 100, 3, seed=11)
-    value, bound = reference.exact(arrays, "sum")
+    value, bound = exact(arrays, "sum")
     assert first_difference(value, reference.allreduce(arrays, "sum")) is None
     assert not bound.any()
 
@@ -526,5 +528,32 @@ def test_exact_of_integers_is_the_result_itself(name):
 def test_exact_keeps_the_shape(shape):
     for dtype in (np.float16, np.complex64):
         for op in ("sum", "prod", "avg"):
-            value, bound = reference.exact([np.ones(shape, dtype)] * 2, op)
+            value, bound = exact([np.ones(shape, dtype)] * 2, op)
             assert value.shape == bound.shape == shape
+
+
+NARROW = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+@pytest.mark.parametrize("name", NARROW)
+def test_rounding_each_hop_stays_within_its_own_bound_and_not_always_within_the_other(name, op):
+    worst = {True: 0.0, False: 0.0}
+    for nranks in (2, 4, 9):
+        arrays = random_inputs(DTYPES[name], OPS[op], 4000, nranks, seed=13, special=True)
+        result = arrays[0]
+        for x in arrays[1:]:
+            result = reference.allreduce([result, x], op)
+        for rounds_each_hop in worst:
+            value, bound = exact(arrays, op, rounds_each_hop=rounds_each_hop)
+            fraction = worst_error(result, value, bound)
+            worst[rounds_each_hop] = max(worst[rounds_each_hop], fraction)
+    assert 0.2 < worst[True] <= 1 < worst[False]
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "avg"])
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+def test_rounding_each_hop_changes_nothing_where_elements_are_accumulators(name, op):
+    arrays = random_inputs(DTYPES[name], OPS[op], 100, 4, seed=14)
+    plain, hops = exact(arrays, op), exact(arrays, op, rounds_each_hop=True)
+    assert all(np.array_equal(x, y) for x, y in zip(plain, hops, strict=True))

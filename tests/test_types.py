@@ -197,16 +197,12 @@ def test_narrow_floats_keep_their_own_element(name):
             assert reduction(DTYPES[name], op) == Reduction(DTYPES[name].element, op.functor)
 
 
-@pytest.mark.xfail(strict=True, reason="np.dtype(None) is float64, so a left-out dtype passes")
 def test_none_is_no_dtype():
     with pytest.raises(InvalidArgument):
         dtype_of(None)
 
 
-@pytest.mark.xfail(strict=True, raises=(ValueError, SyntaxError), reason="NumPy's own error leaks")
 @pytest.mark.parametrize("bad", ["i4,,", ("f4", -1)], ids=str)
 def test_malformed_dtype_is_refused_like_any_other(bad):
-    try:
+    with pytest.raises(InvalidArgument, match="supported: "):
         dtype_of(bad)
-    except InvalidArgument:
-        return
