@@ -19,6 +19,7 @@ from gpuallreduce.errors import (
     Timeout,
 )
 from gpuallreduce.plan import Plan
+from gpuallreduce.version import VERSION
 
 __all__ = [
     "Aborted",
@@ -35,4 +36,4 @@ __all__ = [
     "allreduce",
     "init",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION

@@ -113,7 +113,7 @@ class _Limits:
         self.accumulator = _finfo(DTYPES[dtype.accumulator])
         self.element = None if dtype.accumulator == dtype.name else _finfo(dtype)
         narrow = rounds_each_hop and self.element is not None
-        partial = self.element if narrow else self.accumulator
+        partial: Any = self.element if narrow else self.accumulator
         self.tiny = np.longdouble(partial.tiny)
         self.least = np.longdouble(partial.smallest_subnormal)
         # The longdouble arithmetic of the value itself makes the same kind of error.

@@ -17,6 +17,7 @@ from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.topology import available_cores, host_topology
 from gpuallreduce.transport import LocalTransport, SharedMemoryTransport, Transport
+from gpuallreduce.version import VERSION
 
 __all__ = ["allreduce", "init"]
 
@@ -56,7 +57,7 @@ def init(
         transport = LocalTransport(1)
         cores = available_cores()
     else:
-        rendezvous = Rendezvous.join(identity, timeout=timeout or 1e9)
+        rendezvous = Rendezvous.join(identity, timeout=timeout or 1e9, version=VERSION)
         # Launchers bind each rank to cores of its own; together they may use the union.
         parts = rendezvous.exchange("cores", {"cores": sorted(os.sched_getaffinity(0))})
         cores = len(set().union(*(part.payload["cores"] for part in parts)))

@@ -12,6 +12,7 @@ __all__ = [
     "CALL",
     "CLOSED",
     "CREDIT",
+    "LOST",
     "MISMATCH",
     "READY",
     "TIMED_OUT",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # GarReport.code and GarReport.word, as in primitives.cuh.
-TIMED_OUT, MISMATCH, ABORTED, CLOSED = 1, 2, 3, 4
+TIMED_OUT, MISMATCH, ABORTED, CLOSED, LOST = 1, 2, 3, 4, 5
 CALL, READY, CREDIT = 0, 1, 2
 
 
@@ -77,6 +78,7 @@ class GarArgs(ctypes.Structure):
         ("slots_offset", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("poll", ctypes.c_void_p),
+        ("poll_context", ctypes.c_void_p),
         ("header", GarHeader),
         ("rank", ctypes.c_uint32),
         ("nranks", ctypes.c_uint32),

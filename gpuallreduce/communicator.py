@@ -355,8 +355,13 @@ class Communicator:
         """The lock of a call, once it is sure that a call can be made at all."""
         if self._closed:
             raise Closed("this communicator is closed; make a new one")
+        if self._device.forked:
+            raise Closed(
+                "this communicator belongs to the process that this one was forked from; call gpuallreduce.init() "
+                "after the fork, or start processes with spawn"
+            )
         if self._broken is None and self._orchestrator.aborted:
-            self._break(self._orchestrator.diagnose())
+            raise self._break(self._orchestrator.diagnose())  # the peers gave up before this rank came
         if self._broken is not None:
             raise Aborted(f"this communicator can make no more calls: {self._broken}")
         return self._lock

@@ -6,7 +6,7 @@ Knows nothing of how a call runs; it reads what the kernels wrote.
 from __future__ import annotations
 
 from gpuallreduce.algorithms import ALGORITHMS
-from gpuallreduce.args import ABORTED, CALL, CLOSED, CREDIT, MISMATCH, TIMED_OUT, GarHeader, GarReport
+from gpuallreduce.args import ABORTED, CALL, CLOSED, CREDIT, LOST, MISMATCH, TIMED_OUT, GarHeader, GarReport
 from gpuallreduce.errors import Aborted, Error, MismatchError, Timeout
 from gpuallreduce.memory import LINE_BYTES, Segments
 from gpuallreduce.plan import decode_header
@@ -15,7 +15,7 @@ from gpuallreduce.transport import Transport
 __all__ = ["explain"]
 
 # What came first hides behind what it caused: a mismatch makes others time out, a dead peer makes others abort.
-_PRIORITY = (MISMATCH, CLOSED, ABORTED, TIMED_OUT)
+_PRIORITY = (MISMATCH, LOST, CLOSED, ABORTED, TIMED_OUT)
 
 
 def _call(header: GarHeader) -> str:
@@ -83,14 +83,14 @@ def explain(reports: dict[int, GarReport], segments: Segments, transport: Transp
     fate = f" The process of {_ranks(gone)} is gone." if gone else ""
     for code in _PRIORITY:
         for reporter, report in reports.items():
-            if report.code != code or (code == CLOSED and report.mine.sequence == 0):
+            marked = code in (LOST, CLOSED) and report.mine.sequence == 0  # a mark, not a report
+            if report.code != code or marked:
                 continue
             if code == MISMATCH:
                 return _mismatch(reporter, report)
-            if code == CLOSED:
-                return Aborted(
-                    f"rank {report.peer} has closed its communicator: {_waiting(reporter, report, segments)}.{fate}"
-                )
+            if code in (LOST, CLOSED):
+                end = "has closed its communicator" if code == CLOSED else "is gone: its process has ended"
+                return Aborted(f"rank {report.peer} {end}; {_waiting(reporter, report, segments)}")
             if code == ABORTED and report.mine.sequence == 0:
                 return Aborted(f"rank {reporter} aborted the communicator.{fate}")
             if code == ABORTED:

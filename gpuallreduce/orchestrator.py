@@ -51,6 +51,10 @@ class Orchestrator:
         layout = layout_segment(topology.nranks, max_channels, regions)
         buffer = transport.allocate(layout.nbytes, purpose="segments")
         self.segments = Segments(buffer, layout)
+        marks = GarArgs(
+            segments=ctypes.addressof(buffer.table), reports_offset=layout.reports, nranks=layout.nranks
+        )
+        device.watch(marks, transport.connections())
 
     def arguments(
         self, plan: Plan, rank: int, *, timeout_s: float | None, detail: int = 0
@@ -74,7 +78,8 @@ class Orchestrator:
         args.spin = 0 if self.topology.crowded else SPINS
         args.streaming, args.push = int(plan.config.streaming), int(plan.config.push)
         if rank == self.transport.ranks[0]:
-            args.poll = self.device.poll  # the caller's own thread runs the first rank
+            # The caller's own thread runs the first rank, so it can let signal handlers run.
+            args.poll, args.poll_context = self.device.poll, self.device.poll_context
         return args
 
     def run(self, plan: Plan, args: Sequence[GarArgs], addresses: Addresses) -> None:

@@ -6,7 +6,7 @@ Knows nothing of what the memory is for.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
@@ -30,6 +30,9 @@ class Transport(Protocol):
 
     def lost(self) -> Sequence[int]:
         """Ranks whose process is known to be gone."""
+
+    def connections(self) -> Mapping[int, int]:
+        """Sockets by rank that end when the rank's process does, as far as this process has any."""
 
     def close(self) -> None:
         """Gives up connections to other processes; memory lives on while it is used."""
@@ -65,6 +68,10 @@ class LocalTransport:
     def lost(self) -> Sequence[int]:
         """Nobody: threads of this process."""
         return ()
+
+    def connections(self) -> Mapping[int, int]:
+        """None."""
+        return {}
 
     def close(self) -> None:
         """Nothing to give up."""
@@ -123,6 +130,10 @@ class SharedMemoryTransport:
     def lost(self) -> Sequence[int]:
         """See Transport."""
         return self.rendezvous.lost()
+
+    def connections(self) -> Mapping[int, int]:
+        """Rank 0 has all, the others that of rank 0."""
+        return self.rendezvous.sockets()
 
     def close(self) -> None:
         """See Transport."""

@@ -13,7 +13,7 @@ struct GarHeader {
 
 // Why a rank gave up. Lies in the segment of every rank, one per reporting rank.
 struct GarReport {
-  uint64_t code;      // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed; stored last, with release
+  uint64_t code;      // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed, 5 lost; stored last, with release
   uint64_t word;      // what was waited for: 0 call, 1 ready, 2 credit
   uint64_t channel;
   uint64_t step;      // the call's sequence number where word is call
@@ -26,7 +26,7 @@ struct GarReport {
 };
 
 // Asked every few milliseconds of waiting on host devices; true gives up (an interrupt came).
-typedef int (*GarPoll)(void);
+typedef int (*GarPoll)(void* context);
 
 // One launch on one rank. Offsets are bytes from the start of any rank's segment: segments are alike.
 struct GarArgs {
@@ -48,6 +48,7 @@ struct GarArgs {
   uint64_t slots_offset;      // this algorithm's slots
   uint64_t timeout_ns;        // limit of one wait; 0 waits for ever
   GarPoll poll;               // host devices; may be null
+  void* poll_context;
   GarHeader header;           // sequence is filled in by the kernel
   uint32_t rank;
   uint32_t nranks;

@@ -3,9 +3,12 @@
 //
 // Uses only CPython's stable ABI (PEP 384), declared below, so no Python headers are needed to compile it, and the
 // array interface's C struct (__array_struct__), so no NumPy headers either.
+#include <poll.h>
+
 #include <map>
 
 #include "host.h"
+#include "primitives.cuh"
 
 extern "C" {
 typedef struct PyObject PyObject;
@@ -70,6 +73,12 @@ struct Prepared {
   GarArgs args;
 };
 
+// A connection whose end means that a rank's process is gone.
+struct Watched {
+  int fd;
+  uint32_t rank;
+};
+
 struct HostCalls {
   Workers workers;
   std::mutex running;  // one call at a time: the order of calls is part of what ranks must agree on
@@ -78,6 +87,8 @@ struct HostCalls {
   CallKey last_key = {};
   Prepared* last = nullptr;
   std::atomic<bool> closed{false};
+  std::vector<Watched> watched;
+  GarArgs marks = {};  // segments and offsets of the reports
   explicit HostCalls(bool spin) : workers(spin) {}
 
   bool run(const GarLaunch* launches, uint32_t count) {
@@ -89,6 +100,23 @@ struct HostCalls {
     }
     PyEval_RestoreThread(thread);
     return succeeded;
+  }
+  // Marks ranks whose connection has ended, in every rank's segment; see NOTE aborts in primitives.cuh.
+  void mark_lost() {
+    for (size_t i = 0; i < watched.size();) {
+      pollfd one = {watched[i].fd, POLLRDHUP, 0};
+      if (poll(&one, 1, 0) <= 0 || !(one.revents & (POLLRDHUP | POLLHUP | POLLERR))) {
+        ++i;
+        continue;
+      }
+      for (uint32_t owner = 0; owner < marks.nranks; ++owner) {
+        char* report = static_cast<char*>(marks.segments[owner]) + marks.reports_offset + watched[i].rank * kReportBytes;
+        uint64_t none = 0;
+        __atomic_compare_exchange_n(reinterpret_cast<uint64_t*>(report), &none, uint64_t(kLost), false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_RELAXED);
+      }
+      watched.erase(watched.begin() + long(i));
+    }
   }
   uint64_t if_symmetric(const void* data) const {
     const uint64_t address = reinterpret_cast<uint64_t>(data);
@@ -196,8 +224,8 @@ static PyObject* launch(PyObject* self, PyObject* const* values, PySsize count) 
   return PyErr_Occurred() ? nullptr : boolean(succeeded);
 }
 
-static PyMethodDef kCall = {"allreduce", call, kFastCall, nullptr};
-static PyMethodDef kLaunch = {"launch", launch, kFastCall, nullptr};
+static PyMethodDef call_method = {"allreduce", call, kFastCall, nullptr};
+static PyMethodDef launch_method = {"launch", launch, kFastCall, nullptr};
 
 static void free_calls(PyObject* capsule) {
   HostCalls* calls = static_cast<HostCalls*>(PyCapsule_GetPointer(capsule, kCapsule));
@@ -221,8 +249,8 @@ PyObject* gar_host_new(int spin) {
   }
   PyObject* state = PyCapsule_New(new HostCalls(spin != 0), kCapsule, free_calls);
   PyObject* result = PyTuple_New(3);
-  PyTuple_SetItem(result, 1, PyCFunction_NewEx(&gar::kCall, state, nullptr));
-  PyTuple_SetItem(result, 2, PyCFunction_NewEx(&gar::kLaunch, state, nullptr));
+  PyTuple_SetItem(result, 1, PyCFunction_NewEx(&gar::call_method, state, nullptr));
+  PyTuple_SetItem(result, 2, PyCFunction_NewEx(&gar::launch_method, state, nullptr));
   PyTuple_SetItem(result, 0, state);
   return result;
 }
@@ -251,6 +279,12 @@ void gar_host_forget(PyObject* state) {
   }
   calls->prepared.clear();
 }
+void gar_host_watch(PyObject* state, const GarArgs* args, const int* fds, const uint32_t* ranks, uint32_t count) {
+  gar::HostCalls* calls = calls_of(state);
+  calls->marks = *args;
+  for (uint32_t i = 0; i < count; ++i) calls->watched.push_back({fds[i], ranks[i]});
+}
+void* gar_host_poll_context(PyObject* state) { return calls_of(state); }
 void gar_host_close(PyObject* state) { calls_of(state)->closed.store(true); }
 // Waits until no call runs; the calls end by themselves, within their limits.
 void gar_host_drain(PyObject* state) {
@@ -263,8 +297,9 @@ void gar_host_drain(PyObject* state) {
 void gar_host_store_release(uint64_t address, uint64_t value) {
   gar::store_release(reinterpret_cast<uint64_t*>(address), value);
 }
-// GarArgs::poll: lets Python's signal handlers run; true if one raised.
-int gar_host_poll(void) {
+// GarArgs::poll: looks for lost ranks and lets Python's signal handlers run; true if one raised.
+int gar_host_poll(void* context) {
+  static_cast<gar::HostCalls*>(context)->mark_lost();
   const int held = PyGILState_Ensure();
   const int raised = PyErr_CheckSignals();
   PyGILState_Release(held);

@@ -143,7 +143,7 @@ struct Backoff {
   bool interrupted(const GarArgs& args) {
     if (args.poll == nullptr || clock_ns() - polled_ns < kPollEveryNs) return false;
     polled_ns = clock_ns();
-    return args.poll() != 0;
+    return args.poll(args.poll_context) != 0;
   }
 };
 

@@ -9,7 +9,7 @@ namespace gar {
 constexpr uint64_t kLineBytes = 128;    // one flag word per line: no two writers share a cache line
 constexpr uint64_t kReportBytes = 256;
 
-enum : uint64_t { kTimedOut = 1, kMismatch = 2, kAborted = 3, kClosed = 4 };  // GarReport::code
+enum : uint64_t { kTimedOut = 1, kMismatch = 2, kAborted = 3, kClosed = 4, kLost = 5 };  // GarReport::code
 enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };          // GarReport::word
 
 // NOTE words. A word has one writer (a rank) and one reader (another rank) and only grows; it is compared by its
@@ -30,7 +30,7 @@ enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };          // GarReport::w
 // Each wait looks at its own rank's abort word, so all ranks leave the call soon after the first one gave up. A rank
 // that closes its communicator leaves a report with kClosed but sets no abort word, since its peers may still be
 // finishing the last call; a wait for such a rank looks at the word once more (the report came after everything that
-// the rank ever posted) and then gives up.
+// the rank ever posted) and then gives up. Whoever learns that a rank's process is gone leaves kLost in its name.
 class Channel {
  public:
   const Block& block;
@@ -155,15 +155,17 @@ class Channel {
       const uint64_t seen = load_acquire(word);
       if (int64_t(seen - want) >= 0) return true;
       if (!backoff.pause()) continue;
-      if (load_acquire(abort_word(rank)) != 0) return false;
+      // Whoever gave up had posted everything of its earlier calls, so one more look lets those calls end well.
+      if (load_acquire(abort_word(rank)) != 0) return int64_t(load_acquire(word) - want) >= 0;
       const uint64_t now = clock_ns();
       if (start == 0) start = now;
-      const bool closed = load_acquire(&report_of(rank, peer)->code) == kClosed;
+      const uint64_t fate = load_acquire(&report_of(rank, peer)->code);
+      const bool closed = fate == kClosed || fate == kLost;
       if (closed && int64_t(load_acquire(word) - want) >= 0) return true;
       const bool interrupted = backoff.interrupted(args);
       if (!closed && !interrupted && (args.timeout_ns == 0 || now - start <= args.timeout_ns)) continue;
       GarReport report = {};
-      report.code = closed ? kClosed : interrupted ? kAborted : kTimedOut;
+      report.code = closed ? fate : interrupted ? kAborted : kTimedOut;
       report.word = kind;
       report.step = step;
       report.peer = peer;
@@ -203,12 +205,11 @@ class Channel {
     report.mine = args.header;
     report.mine.sequence = sequence_;
     for (uint32_t to = 0; to < nranks; ++to) {
-      GarReport* theirs = report_of(to, rank);
-      const uint64_t code = report.code;
-      report.code = 0;
-      *theirs = report;
-      report.code = code;
-      store_release(&theirs->code, code);
+      // All words but the code: peers that wait for this rank are looking at that one.
+      uint64_t* theirs = reinterpret_cast<uint64_t*>(report_of(to, rank));
+      const uint64_t* ours = reinterpret_cast<const uint64_t*>(&report);
+      for (uint64_t i = 1; i < sizeof(GarReport) / sizeof(uint64_t); ++i) theirs[i] = ours[i];
+      store_release(theirs, report.code);
       store_release(abort_word(to), rank + 1);
     }
   }

@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpuallreduce.args import GarArgs, GarLaunch
@@ -27,6 +27,8 @@ def _runtime() -> ctypes.PyDLL:
     library = ctypes.PyDLL(str(compile_host_runtime()))
     library.gar_host_new.restype = ctypes.py_object
     library.gar_host_new.argtypes = [ctypes.c_int]
+    library.gar_host_poll_context.restype = ctypes.c_void_p
+    library.gar_host_poll_context.argtypes = [ctypes.py_object]
     for name, arguments in {
         "gar_host_prepare": [
             *[ctypes.py_object] * 3,
@@ -40,6 +42,13 @@ def _runtime() -> ctypes.PyDLL:
         "gar_host_forget": [ctypes.py_object],
         "gar_host_close": [ctypes.py_object],
         "gar_host_drain": [ctypes.py_object],
+        "gar_host_watch": [
+            ctypes.py_object,
+            ctypes.POINTER(GarArgs),
+            ctypes.POINTER(ctypes.c_int),
+            ctypes.POINTER(ctypes.c_uint32),
+            ctypes.c_uint32,
+        ],
         "gar_host_store_release": [ctypes.c_uint64, ctypes.c_uint64],
     }.items():
         function = getattr(library, name)
@@ -68,9 +77,11 @@ class HostDevice:
     Attributes:
         call: ``call(array, out, op)`` runs a prepared all-reduce; it answers the result array, None if no such call
             was prepared, and False if a rank gave up.
+        forked: True in a child of the process that made it.
     """
 
     call: Callable[[Any, Any, Any], Any]
+    forked: bool = False
 
     def __init__(self, *, spin: bool) -> None:
         self._library = _runtime()
@@ -78,6 +89,7 @@ class HostDevice:
         self._prepared = 0
         address = ctypes.cast(self._library.gar_host_poll, ctypes.c_void_p).value
         self.poll = address or 0
+        self.poll_context: int = self._library.gar_host_poll_context(self._state)
         _live.add(self)
 
     def launch(self, kernel: Kernel, args: Sequence[GarArgs], nblocks: int) -> bool:
@@ -125,6 +137,18 @@ class HostDevice:
         """Tells `call` that addresses in this range are part of a call's identity."""
         self._library.gar_host_add_symmetric(self._state, begin, begin + max(nbytes, 1))
 
+    def watch(self, args: GarArgs, connections: Mapping[int, int]) -> None:
+        """Marks a rank as lost when its connection ends while a call waits.
+
+        Args:
+            args: any launch's arguments, for where segments and reports lie.
+            connections: socket by rank.
+        """
+        count = len(connections)
+        fds = (ctypes.c_int * count)(*connections.values())
+        ranks = (ctypes.c_uint32 * count)(*connections)
+        self._library.gar_host_watch(self._state, ctypes.byref(args), fds, ranks, count)
+
     def close(self) -> None:
         """From now on `call` answers None."""
         self._library.gar_host_close(self._state)
@@ -144,6 +168,7 @@ _live: weakref.WeakSet[HostDevice] = weakref.WeakSet()
 def _close_in_child() -> None:
     """A forked child has none of the launcher's threads and must not take part in its parent's calls."""
     for device in list(_live):
+        device.forked = True
         device.close()
 
 

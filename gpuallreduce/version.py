@@ -1,0 +1,6 @@
+"""The version of this package: what ranks compare when they meet.
+
+Knows nothing else.
+"""
+
+VERSION = "0.1.0"
