@@ -1,6 +1,7 @@
 """gpuallreduce: all-reduce with the same bits on every rank, for any size, algorithm and run.
 
-``Communicator(["host"] * 4)`` makes ranks of this process; ``init()`` makes this process one rank of a job.
+``Communicator(["host"] * 4)`` makes ranks of this process; ``init()`` makes this process one rank
+of a job.
 """
 
 from __future__ import annotations

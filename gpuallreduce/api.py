@@ -1,4 +1,5 @@
-"""The ways to a communicator that need none at hand: one process per rank, and one call for a list of arrays.
+"""The ways to a communicator that need none at hand: one process per rank, and one call for a list
+of arrays.
 
 Knows nothing of how calls run.
 """
@@ -34,8 +35,8 @@ def init(
 ) -> Communicator:
     """Makes this process one rank of a job. A collective: every process calls it, equally often.
 
-    Without arguments it finds its place in the launcher's variables: ``gpuallreduce run``, torchrun, mpirun, srun.
-    A process that no launcher started is rank 0 of 1.
+    Without arguments it finds its place in the launcher's variables: ``gpuallreduce run``,
+    torchrun, mpirun, srun. A process that no launcher started is rank 0 of 1.
 
     Args:
         rank, nranks: this process's place, where there is no launcher.
@@ -50,7 +51,12 @@ def init(
         DeviceError: a rank failed to start; every rank raises and names it.
     """
     identity = identify(
-        os.environ, rank=rank, nranks=nranks, address=address, secret=secret, instance=next(_instances)
+        os.environ,
+        rank=rank,
+        nranks=nranks,
+        address=address,
+        secret=secret,
+        instance=next(_instances),
     )
     transport: Transport
     if identity.nranks == 1:
@@ -72,14 +78,17 @@ def _kept(devices: tuple[str, ...]) -> Communicator:
 
 
 def allreduce(arrays: Sequence[Any], out: Sequence[Any] | None = None, **options: Any) -> Any:
-    """All-reduces a list of arrays, one per rank of this process; the communicator is kept for the next call.
+    """All-reduces a list of arrays, one per rank of this process; the communicator is kept for the
+    next call.
 
     Args:
         arrays: NumPy arrays of equal count and dtype.
         out, options: as in ``Communicator.allreduce``.
     """
     if not isinstance(arrays, Sequence) or not arrays:
-        raise InvalidArgument("give a list of arrays, one per rank; in a job of processes use gpuallreduce.init()")
+        raise InvalidArgument(
+            "give a list of arrays, one per rank; in a job of processes use gpuallreduce.init()"
+        )
     communicator = _kept(("host",) * len(arrays))
     if len(arrays) == 1:
         return [communicator.allreduce(arrays[0], None if out is None else out[0], **options)]

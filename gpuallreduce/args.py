@@ -1,4 +1,5 @@
-"""The structs that the host and a kernel share: a mirror of ``kernels/args.h`` and ``kernels/host.h``.
+"""The structs that the host and a kernel share: a mirror of ``kernels/args.h`` and
+``kernels/host.h``.
 
 Knows only their layout; ``tests/test_args.py`` compares every field with the compiler's.
 """

@@ -1,10 +1,12 @@
-"""NumPy arrays as calls see them: address, element count and memory layout; copies only where strides leave holes.
+"""NumPy arrays as calls see them: address, element count and memory layout; copies only where
+strides leave holes.
 
 Knows nothing of ranks, plans or kernels.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +16,20 @@ import numpy as np
 
 from gpuallreduce.errors import InvalidArgument
 
-__all__ = ["Bound", "bind", "bind_pair", "layout_digest"]
+__all__ = [
+    "Array",
+    "Bound",
+    "bind",
+    "bind_blocks",
+    "bind_input",
+    "bind_pair",
+    "check_array",
+    "copy_to_output",
+    "layout_digest",
+]
 
 Array = np.ndarray[Any, Any]
+OVERLAP_WORK: Any = 100_000  # enough for views that people make; NumPy's stubs know only 0 and -1
 
 
 def _dense_axes(array: Array) -> tuple[int, ...] | None:
@@ -32,9 +45,11 @@ def _dense_axes(array: Array) -> tuple[int, ...] | None:
 
 
 def layout_digest(array: Array) -> int | None:
-    """How elements follow each other in memory: 0 for C order, a number for another dense order, None for strides.
+    """How elements follow each other in memory: 0 for C order, a number for another dense order,
+    None for strides.
 
-    Arrays of equal digest and count agree element by element. Shapes do not count in C order, as in MPI and NCCL.
+    Arrays of equal digest and count agree element by element. Shapes do not count in C order, as in
+    MPI and NCCL.
     """
     if array.flags.c_contiguous:
         return 0
@@ -77,12 +92,14 @@ def check_array(array: Any, what: str) -> Array:
     """
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(
-            f"{what} is a {type(array).__module__}.{type(array).__qualname__}; ranks on host devices take "
-            "numpy.ndarray (np.asarray(x) makes one; results of a copy are not written back)"
+            f"{what} is a {type(array).__module__}.{type(array).__qualname__}; ranks on host "
+            "devices take numpy.ndarray (np.asarray(x) makes one; results of a copy are not "
+            "written back)"
         )
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArgument(
-            f"{what} is a masked array, and the mask would be ignored; pass x.filled(value) or x.data"
+            f"{what} is a masked array, and the mask would be ignored; pass x.filled(value) or "
+            "x.data"
         )
     return array
 
@@ -90,7 +107,8 @@ def check_array(array: Any, what: str) -> Array:
 def _check_writeable(array: Array, what: str) -> None:
     if not array.flags.writeable:
         raise InvalidArgument(
-            f"{what} is read-only, and the result is to be written there; pass out= or a writeable copy"
+            f"{what} is read-only, and the result is to be written there; pass out= or a "
+            "writeable copy"
         )
 
 
@@ -102,7 +120,7 @@ def _overlap(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return bool(np.shares_memory(a, b, max_work=100_000))
+        return bool(np.shares_memory(a, b, max_work=OVERLAP_WORK))
     except Exception:  # too hard to tell: refuse rather than risk
         return True
 
@@ -115,13 +133,14 @@ def bind(array: Array, out: Array | None) -> Bound:
     """Binds an input of a call to its output of the same shape (``None``: in place).
 
     Raises:
-        InvalidArgument: shapes or dtypes differ, memory overlaps in part, or the output is read-only.
+        InvalidArgument: shapes or dtypes differ, memory overlaps in part, or the output is
+            read-only.
     """
     if out is not None and out is not array:
         if out.shape != array.shape or out.dtype != array.dtype:
             raise InvalidArgument(
-                f"out has shape {out.shape} and dtype {out.dtype}, the input {array.shape} and {array.dtype}; "
-                "they must be equal"
+                f"out has shape {out.shape} and dtype {out.dtype}, the input "
+                f"{array.shape} and {array.dtype}; they must be equal"
             )
         if not _same_memory(array, out):
             return bind_pair(array, out)
@@ -132,8 +151,12 @@ def bind(array: Array, out: Array | None) -> Bound:
     if layout is not None:
         address = _address(array)
         return Bound(address, address, array.size, layout, True, target, None, (array,))
-    if any(stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)):
-        raise InvalidArgument("the array repeats elements (a zero stride), so a result cannot be written there")
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)
+    ):
+        raise InvalidArgument(
+            "the array repeats elements (a zero stride), so a result cannot be written there"
+        )
     packed = np.ascontiguousarray(array)
 
     def scatter() -> None:
@@ -144,7 +167,8 @@ def bind(array: Array, out: Array | None) -> Bound:
 
 
 def bind_pair(array: Array, out: Array) -> Bound:
-    """Binds an input to a separate output, which may have another shape (all_gather, reduce_scatter).
+    """Binds an input to a separate output, which may have another shape (all_gather,
+    reduce_scatter).
 
     Raises:
         InvalidArgument: memory overlaps, or the output is read-only.
@@ -152,7 +176,8 @@ def bind_pair(array: Array, out: Array) -> Bound:
     _check_writeable(out, "out")
     if _overlap(array, out):
         raise InvalidArgument(
-            "out overlaps the input in part: pass the same array (in place) or one that shares no element"
+            "out overlaps the input in part: pass the same array (in place) or one that "
+            "shares no element"
         )
     layout, out_layout = layout_digest(array), layout_digest(out)
     same = array.shape == out.shape and layout is not None and layout == out_layout
@@ -160,10 +185,55 @@ def bind_pair(array: Array, out: Array) -> Bound:
         layout = 0
     packed = array if same else np.ascontiguousarray(array)
     if same or out_layout == 0:
-        return Bound(_address(packed), _address(out), array.size, layout or 0, False, out, None, (packed, out))
+        return Bound(
+            _address(packed),
+            _address(out),
+            array.size,
+            layout or 0,
+            False,
+            out,
+            None,
+            (packed, out),
+        )
     dense = np.empty(out.shape, out.dtype)
 
     def scatter() -> None:
         out[...] = dense
 
-    return Bound(_address(packed), _address(dense), array.size, 0, False, out, scatter, (packed, dense))
+    return Bound(
+        _address(packed), _address(dense), array.size, 0, False, out, scatter, (packed, dense)
+    )
+
+
+def bind_input(array: Array) -> Bound:
+    """Binds an array that is only read."""
+    packed = np.ascontiguousarray(array)
+    address = _address(packed)
+    return Bound(address, address, array.size, 0, True, array, None, (packed,))
+
+
+def bind_blocks(array: Array, out: Array | None, shape: tuple[int, ...]) -> Bound:
+    """Binds an input to an output of another shape, both in C order: blocks lie along axis 0.
+
+    Args:
+        array: the input, any layout.
+        out: the output; made if None.
+        shape: what the output must have.
+
+    Raises:
+        InvalidArgument: the output has another shape or dtype, overlaps, or is read-only.
+    """
+    if out is None:
+        out = np.empty(shape, array.dtype)
+    if out.shape != shape or out.dtype != array.dtype:
+        raise InvalidArgument(
+            f"out has shape {out.shape} and dtype {out.dtype}; this call needs {shape} and "
+            f"{array.dtype}"
+        )
+    return bind_pair(np.ascontiguousarray(array), out)
+
+
+def copy_to_output(bound: Bound) -> None:
+    """What a single rank does: the result is the input, bit for bit."""
+    if not bound.in_place:
+        ctypes.memmove(bound.output, bound.input, bound.count * bound.result.dtype.itemsize)

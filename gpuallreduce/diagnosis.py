@@ -6,7 +6,17 @@ Knows nothing of how a call runs; it reads what the kernels wrote.
 from __future__ import annotations
 
 from gpuallreduce.algorithms import ALGORITHMS
-from gpuallreduce.args import ABORTED, CALL, CLOSED, CREDIT, LOST, MISMATCH, TIMED_OUT, GarHeader, GarReport
+from gpuallreduce.args import (
+    ABORTED,
+    CALL,
+    CLOSED,
+    CREDIT,
+    LOST,
+    MISMATCH,
+    TIMED_OUT,
+    GarHeader,
+    GarReport,
+)
 from gpuallreduce.errors import Aborted, Error, MismatchError, Timeout
 from gpuallreduce.memory import LINE_BYTES, Segments
 from gpuallreduce.plan import decode_header
@@ -14,7 +24,8 @@ from gpuallreduce.transport import Transport
 
 __all__ = ["explain"]
 
-# What came first hides behind what it caused: a mismatch makes others time out, a dead peer makes others abort.
+# What came first hides behind what it caused: a mismatch makes others time out, a dead peer makes
+# others abort.
 _PRIORITY = (MISMATCH, LOST, CLOSED, ABORTED, TIMED_OUT)
 
 
@@ -33,7 +44,8 @@ def _differences(mine: GarHeader, theirs: GarHeader) -> str:
 
 def _mismatch(reporter: int, report: GarReport) -> Error:
     return MismatchError(
-        f"the ranks did not make the same call; they differ in {_differences(report.mine, report.theirs)}:\n"
+        "the ranks did not make the same call; they differ in "
+        f"{_differences(report.mine, report.theirs)}:\n"
         f"  rank {reporter}: {_call(report.mine)}\n"
         f"  rank {report.peer}: {_call(report.theirs)}\n"
         "make the same calls with the same arguments in the same order on every rank"
@@ -86,19 +98,22 @@ def explain(reports: dict[int, GarReport], segments: Segments, transport: Transp
             marked = code in (LOST, CLOSED) and report.mine.sequence == 0  # a mark, not a report
             if report.code != code or marked:
                 continue
+            waiting = _waiting(reporter, report, segments)
             if code == MISMATCH:
                 return _mismatch(reporter, report)
             if code in (LOST, CLOSED):
-                end = "has closed its communicator" if code == CLOSED else "is gone: its process has ended"
-                return Aborted(f"rank {report.peer} {end}; {_waiting(reporter, report, segments)}")
+                end = (
+                    "has closed its communicator"
+                    if code == CLOSED
+                    else "is gone: its process has ended"
+                )
+                return Aborted(f"rank {report.peer} {end}; {waiting}")
             if code == ABORTED and report.mine.sequence == 0:
                 return Aborted(f"rank {reporter} aborted the communicator.{fate}")
             if code == ABORTED:
-                return Aborted(
-                    f"rank {reporter} was interrupted: {_waiting(reporter, report, segments)}.{fate}"
-                )
+                return Aborted(f"rank {reporter} was interrupted: {waiting}.{fate}")
             return Timeout(
-                f"gave up after {report.elapsed_ns / 1e9:.3g} s: {_waiting(reporter, report, segments)}.{fate} "
+                f"gave up after {report.elapsed_ns / 1e9:.3g} s: {waiting}.{fate} "
                 "If the rank is only slow, raise timeout="
             )
     return Aborted(f"a rank gave up without a report.{fate}")

@@ -1,4 +1,5 @@
-"""Every error that gpuallreduce raises on purpose: each says what was asked, what was found and what to do.
+"""Every error that gpuallreduce raises on purpose: each says what was asked, what was found and
+what to do.
 
 Knows nothing of devices, kernels or communicators.
 """

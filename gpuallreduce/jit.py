@@ -1,6 +1,8 @@
-"""Compiles kernel sources at first use, and keeps the results in a cache that survives crashes and races.
+"""Compiles kernel sources at first use, and keeps the results in a cache that survives crashes and
+races.
 
-Knows nothing of ranks or calls: it turns a C++ text that instantiates templates of ``kernels/`` into an object file.
+Knows nothing of ranks or calls: it turns a C++ text that instantiates templates of ``kernels/``
+into an object file.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from gpuallreduce.errors import CompileError
 
 __all__ = ["Compiler", "Kernel", "cache_folder", "compile_cubin", "compile_host", "host_compiler"]
 
-# -ffp-contract=off and -fwrapv keep the bits equal on all targets: no fused multiply-add, integers wrap. The kernels
-# name their vectors, and g++ 12's own vectoriser makes vfmaddsub of complex products even so, hence -fno-tree-vectorize.
+# -ffp-contract=off and -fwrapv keep the bits equal on all targets: no fused multiply-add, integers
+# wrap. The kernels name their vectors, and g++ 12's own vectoriser makes vfmaddsub of complex
+# products even so, hence -fno-tree-vectorize.
 COMMON_FLAGS = (
     "-std=c++17",
     "-O2",
@@ -46,7 +49,8 @@ class Kernel:
     Attributes:
         symbol: name of the entry point.
         header: file of ``kernels/`` that holds the template.
-        expression: C++ expression of the function to run, such as ``exchange<OneShot<float, Sum, 2>>``.
+        expression: C++ expression of the function to run, such as ``exchange<OneShot<float, Sum,
+            2>>``.
     """
 
     symbol: str
@@ -131,7 +135,9 @@ def cpu_identity() -> str:
 
 
 def _store(path: Path, content: bytes) -> None:
-    """Writes an entry whole: under a temporary name, then renamed, so that racing processes both succeed."""
+    """Writes an entry whole: under a temporary name, then renamed, so that racing processes both
+    succeed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
@@ -144,7 +150,9 @@ def _store(path: Path, content: bytes) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """True if the entry exists and its bytes are those that were stored (the digest stands at its end)."""
+    """True if the entry exists and its bytes are those that were stored (the digest stands at its
+    end).
+    """
     try:
         content = path.read_bytes()
     except OSError:
@@ -204,7 +212,7 @@ def compile_cubin(kernel: Kernel, arch: str) -> bytes:
         CompileError: cuda-core or NVRTC is not installed, or the compiler refused.
     """
     try:
-        from cuda.core import Program, ProgramOptions
+        from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
     except ImportError as error:
         raise CompileError(
             f"compiling for {arch} needs NVRTC through cuda-core, and it cannot be imported "

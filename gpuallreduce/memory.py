@@ -1,4 +1,5 @@
-"""Memory that every rank can address: the layout of a segment, symmetric buffers, and what lies in them.
+"""Memory that every rank can address: the layout of a segment, symmetric buffers, and what lies in
+them.
 
 Knows nothing of requests or kernels beyond the regions they ask for.
 """
@@ -18,7 +19,14 @@ from gpuallreduce.args import GarReport
 from gpuallreduce.errors import DeviceError
 from gpuallreduce.plan import Region
 
-__all__ = ["LINE_BYTES", "Mapping", "RegionLayout", "SegmentLayout", "SymmetricBuffer", "layout_segment"]
+__all__ = [
+    "LINE_BYTES",
+    "SharedPages",
+    "RegionLayout",
+    "SegmentLayout",
+    "SymmetricBuffer",
+    "layout_segment",
+]
 
 LINE_BYTES = 128  # kLineBytes of primitives.cuh
 REPORT_BYTES = 256  # kReportBytes
@@ -89,26 +97,24 @@ def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) ->
         nlinks = nranks if region.per_peer else 1
         slots = take(max_channels * region.nslots * region.nsets * nlinks * region.slot_bytes)
         laid[region.name] = RegionLayout(region, steps, ready, credit, slots, nlinks)
-    return SegmentLayout(
-        nranks, max_channels, abort, reports, sequence, calls, laid, pad_bytes, at
-    )
+    return SegmentLayout(nranks, max_channels, abort, reports, sequence, calls, laid, pad_bytes, at)
 
 
-class Mapping(mmap.mmap):
+class SharedPages(mmap.mmap):
     """Shared pages of this process: anonymous memory in a file without a name (memfd).
 
-    Nothing is left behind when every process that holds it is gone, however it ended. Pages cost memory once touched.
-    Arrays made of it keep it alive.
+    Nothing is left behind when every process that holds it is gone, however it ended. Pages cost
+    memory once touched. Arrays made of it keep it alive.
     """
 
-    def __new__(cls, fd: int, nbytes: int) -> Mapping:
+    def __new__(cls, fd: int, nbytes: int) -> SharedPages:
         """Maps the first bytes of a memfd; the descriptor stays the caller's."""
         try:
             self = super().__new__(cls, fd, nbytes, flags=mmap.MAP_SHARED)
         except (OSError, ValueError) as error:
             raise DeviceError(
-                f"mapping {nbytes} bytes of shared memory failed: {error}. Check the limits on address space "
-                "(ulimit -v) and on open files (ulimit -n)"
+                f"mapping {nbytes} bytes of shared memory failed: {error}. Check the limits on "
+                "address space (ulimit -v) and on open files (ulimit -n)"
             ) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         return self
@@ -126,7 +132,9 @@ class Mapping(mmap.mmap):
             raise DeviceError(f"shared memory of {nbytes} bytes was refused: {error}") from error
         return fd
 
-    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def array(
+        self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray[Any, Any]:
         """An array over a part of the pages; it keeps them alive."""
         count = int(np.prod(shape, dtype=np.int64))
         flat = np.frombuffer(self, np.uint8, count * dtype.itemsize, offset)
@@ -147,12 +155,14 @@ class SymmetricBuffer:
     addresses: tuple[int, ...]
     nbytes: int
     identity: int
-    mappings: tuple[Mapping, ...]
+    mappings: tuple[SharedPages, ...]
 
     def __post_init__(self) -> None:
         self.table = (ctypes.c_void_p * len(self.addresses))(*self.addresses)
 
-    def array(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def array(
+        self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray[Any, Any]:
         """The rank's array at the start of its bytes."""
         return self.mappings[rank].array(0, shape, dtype)
 
@@ -183,7 +193,8 @@ class Segments:
         return self.word(rank, self.layout.abort).value != 0
 
     def preset_steps(self, value: int) -> None:
-        """Sets every counter and word of all ranks as if that many steps had been taken. For tests of the wrap.
+        """Sets every counter and word of all ranks as if that many steps had been taken. For tests
+        of the wrap.
 
         No call may be running, and the last must have ended on every rank.
         """
@@ -194,7 +205,11 @@ class Segments:
         ]
         for region in layout.regions.values():
             pairs = layout.max_channels * region.region.nsets * layout.nranks
-            lines += [(region.steps, layout.max_channels), (region.ready, pairs), (region.credit, pairs)]
+            lines += [
+                (region.steps, layout.max_channels),
+                (region.ready, pairs),
+                (region.credit, pairs),
+            ]
         for rank in range(layout.nranks):
             for start, count in lines:
                 for number in range(count):

@@ -1,4 +1,5 @@
-"""Runs plans: fills in kernel arguments, launches all local ranks, and turns a failed launch into an error.
+"""Runs plans: fills in kernel arguments, launches all local ranks, and turns a failed launch into
+an error.
 
 Knows nothing of geometry: what moves where is the plan's and the kernel's business.
 """
@@ -27,7 +28,8 @@ ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHMS)}
 
 @dataclass(frozen=True)
 class Addresses:
-    """Memory of a call: one input and output per local rank, and every rank's where access is direct.
+    """Memory of a call: one input and output per local rank, and every rank's where access is
+    direct.
 
     The tables are ctypes arrays of pointers in rank order; whoever passes them keeps them alive.
     """
@@ -52,7 +54,9 @@ class Orchestrator:
         buffer = transport.allocate(layout.nbytes, purpose="segments")
         self.segments = Segments(buffer, layout)
         marks = GarArgs(
-            segments=ctypes.addressof(buffer.table), reports_offset=layout.reports, nranks=layout.nranks
+            segments=ctypes.addressof(buffer.table),
+            reports_offset=layout.reports,
+            nranks=layout.nranks,
         )
         device.watch(marks, transport.connections())
 
@@ -74,7 +78,11 @@ class Orchestrator:
         args.timeout_ns = 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
         args.header = plan.header(ALGORITHM_CODES[plan.config.algorithm], detail)
         args.rank, args.nranks, args.root = rank, self.topology.nranks, plan.request.root
-        args.nsets, args.nlinks, args.nslots = region.region.nsets, region.nlinks, region.region.nslots
+        args.nsets, args.nlinks, args.nslots = (
+            region.region.nsets,
+            region.nlinks,
+            region.region.nslots,
+        )
         args.spin = 0 if self.topology.crowded else SPINS
         args.streaming, args.push = int(plan.config.streaming), int(plan.config.push)
         if rank == self.transport.ranks[0]:

@@ -1,4 +1,5 @@
-"""A call before it runs: what was asked (Request), what was decided (Config) and what will happen (Plan).
+"""A call before it runs: what was asked (Request), what was decided (Config) and what will happen
+(Plan).
 
 Pure data and arithmetic: knows nothing of memory, devices or processes.
 """
@@ -12,7 +13,16 @@ from gpuallreduce.args import GarHeader
 from gpuallreduce.jit import Kernel
 from gpuallreduce.types import DTYPES, OPS, Dtype, Op
 
-__all__ = ["ACCESSES", "COLLECTIVES", "ORDERS", "Config", "Plan", "Region", "Request", "decode_header"]
+__all__ = [
+    "ACCESSES",
+    "COLLECTIVES",
+    "ORDERS",
+    "Config",
+    "Plan",
+    "Region",
+    "Request",
+    "decode_header",
+]
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 ORDERS = ("rank", "any")
@@ -123,7 +133,9 @@ class Plan:
     costs: dict[str, float | str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """A few lines for people: what runs, in which order it sums, what it moves, and why it was chosen."""
+        """A few lines for people: what runs, in which order it sums, what it moves, and why it was
+        chosen.
+        """
         request, config = self.request, self.config
         what = request.collective
         if request.reduces:
@@ -156,11 +168,13 @@ class Plan:
         return self.config.chunk_count * self.items
 
     def header(self, algorithm_code: int, detail: int) -> GarHeader:
-        """What every rank's kernel compares with its peers'; the kernel fills in the sequence number.
+        """What every rank's kernel compares with its peers'; the kernel fills in the sequence
+        number.
 
         Args:
             algorithm_code: position of the algorithm in ALGORITHMS.
-            detail: digest of what else must agree: memory layout, offsets in symmetric buffers, fused parts.
+            detail: digest of what else must agree: memory layout, offsets in symmetric buffers,
+                fused parts.
         """
         request, config = self.request, self.config
         signature = 0
@@ -194,7 +208,11 @@ def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, A
         value = signature & ((1 << bits) - 1)
         signature >>= bits
         fields[name] = names[value] if names and value < len(names) else value
-    decoded = {"sequence": header.sequence, "collective": fields.pop("collective"), "count": header.count}
+    decoded = {
+        "sequence": header.sequence,
+        "collective": fields.pop("collective"),
+        "count": header.count,
+    }
     decoded.update(reversed(list(fields.items())))
     decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0xFFFF
     decoded["layout"] = f"{header.detail:#x}"

@@ -19,7 +19,8 @@ class Topology:
         device_kind: ``host`` or ``cuda``.
         nranks: ranks of the communicator.
         cores: processor cores that this process may use (host ranks run on them).
-        one_process: True where all ranks live in this process, so that every array can be addressed by every rank.
+        one_process: True where all ranks live in this process, so that every array can be addressed
+            by every rank.
     """
 
     device_kind: str

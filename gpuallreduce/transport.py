@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.errors import MismatchError
-from gpuallreduce.memory import Mapping, SymmetricBuffer
+from gpuallreduce.memory import SharedPages, SymmetricBuffer
 
 __all__ = ["LocalTransport", "SharedMemoryTransport", "Transport"]
 
@@ -54,11 +54,11 @@ class LocalTransport:
 
     def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
         """See Transport."""
-        mappings = []
+        mappings: list[SharedPages] = []
         for _ in range(self.nranks):
-            fd = Mapping.create_fd(_pages(nbytes))
+            fd = SharedPages.create_fd(_pages(nbytes))
             try:
-                mappings.append(Mapping(fd, _pages(nbytes)))
+                mappings.append(SharedPages(fd, _pages(nbytes)))
             finally:
                 os.close(fd)
         self._made += 1
@@ -85,7 +85,7 @@ class SharedMemoryTransport:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self.nranks = rendezvous.nranks
-        self.ranks = (rendezvous.rank,)
+        self.ranks: tuple[int, ...] = (rendezvous.rank,)
         self._made = 0
 
     def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
@@ -95,16 +95,18 @@ class SharedMemoryTransport:
             MismatchError: the ranks asked for different sizes.
             DeviceError: a rank could not; every rank raises and says which.
         """
-        fd, mappings, error = -1, [], None
+        fd, error = -1, None
         self._made += 1
         try:
-            fd = Mapping.create_fd(_pages(nbytes))
+            fd = SharedPages.create_fd(_pages(nbytes))
         except Exception as problem:
             error = problem
         try:
             stage = f"{purpose} {self._made}"
             payload = {"nbytes": nbytes}
-            parts = self.rendezvous.exchange(stage, payload, fds=(fd,) if fd >= 0 else (), error=error)
+            parts = self.rendezvous.exchange(
+                stage, payload, fds=(fd,) if fd >= 0 else (), error=error
+            )
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -112,9 +114,10 @@ class SharedMemoryTransport:
             sizes = [part.payload["nbytes"] for part in parts]
             if len(set(sizes)) > 1:
                 raise MismatchError(
-                    f"ranks asked for different sizes of {purpose}: bytes by rank {sizes}; ask for the same everywhere"
+                    f"ranks asked for different sizes of {purpose}: bytes by rank "
+                    f"{sizes}; ask for the same everywhere"
                 )
-            mappings = [Mapping(part.fds[0], _pages(nbytes)) for part in parts]
+            mappings = [SharedPages(part.fds[0], _pages(nbytes)) for part in parts]
         except Exception as problem:
             error = problem
         finally:

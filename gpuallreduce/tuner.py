@@ -1,4 +1,5 @@
-"""Decides how a request is served: algorithm, access, chunk, channels. Pure functions of request and topology.
+"""Decides how a request is served: algorithm, access, chunk, channels. Pure functions of request
+and topology.
 
 Never changes numerics: every choice it has gives the same bits (or the order the caller gave up).
 """
@@ -15,7 +16,9 @@ from gpuallreduce.types import DTYPES, reduction
 
 __all__ = ["Forced", "decide"]
 
-STREAMING_BYTES = 64 << 20  # out of place only: below, and in place, the caches serve the next reader better
+STREAMING_BYTES = (
+    64 << 20
+)  # out of place only: below, and in place, the caches serve the next reader better
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
             f"algorithm {forced.algorithm!r} does not exist; there are {', '.join(ALGORITHMS)}"
         )
     if forced.access is not None and forced.access not in ACCESSES:
-        raise InvalidArgument(f"access {forced.access!r} does not exist; there are {', '.join(ACCESSES)}")
+        raise InvalidArgument(
+            f"access {forced.access!r} does not exist; there are {', '.join(ACCESSES)}"
+        )
     names = [forced.algorithm] if forced.algorithm else list(ALGORITHMS)
     found, reasons = [], []
     for name in names:
@@ -56,7 +61,9 @@ def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
     return found
 
 
-def _chunk_count(request: Request, name: str, access: str, topology: Topology, forced: Forced) -> int:
+def _chunk_count(
+    request: Request, name: str, access: str, topology: Topology, forced: Forced
+) -> int:
     algorithm = ALGORITHMS[name]
     itemsize = request.dtype.itemsize
     region = algorithm.region(request)
@@ -69,13 +76,15 @@ def _chunk_count(request: Request, name: str, access: str, topology: Topology, f
     count = forced.chunk_bytes // itemsize
     if not 1 <= count <= most:
         raise InvalidArgument(
-            f"chunk_bytes={forced.chunk_bytes} does not fit a slot of {name}: for {request.dtype.name} it takes "
-            f"{itemsize} to {most * itemsize} bytes"
+            f"chunk_bytes={forced.chunk_bytes} does not fit a slot of {name}: for "
+            f"{request.dtype.name} it takes {itemsize} to {most * itemsize} bytes"
         )
     return count
 
 
-def decide(request: Request, topology: Topology, forced: Forced, *, max_channels: int, transport: str) -> Plan:
+def decide(
+    request: Request, topology: Topology, forced: Forced, *, max_channels: int, transport: str
+) -> Plan:
     """The plan of a call.
 
     Raises:
@@ -110,7 +119,11 @@ def decide(request: Request, topology: Topology, forced: Forced, *, max_channels
         streaming=not request.in_place and request.nbytes >= STREAMING_BYTES,
     )
     in_rank_order = request.order == "rank" or name != "ring"
-    order = "rank: the same bits for every algorithm, size and number of processes" if in_rank_order else "of the ring"
+    order = (
+        "rank: the same bits for every algorithm, size and number of processes"
+        if in_rank_order
+        else "of the ring"
+    )
     return Plan(
         request=request,
         config=config,

@@ -13,16 +13,16 @@ struct GarHeader {
 
 // Why a rank gave up. Lies in the segment of every rank, one per reporting rank.
 struct GarReport {
-  uint64_t code;      // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed, 5 lost; stored last, with release
-  uint64_t word;      // what was waited for: 0 call, 1 ready, 2 credit
+  uint64_t code;  // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed, 5 lost; stored last, with release
+  uint64_t word;  // what was waited for: 0 call, 1 ready, 2 credit
   uint64_t channel;
   uint64_t step;      // the call's sequence number where word is call
   uint64_t peer;      // the rank waited for, or whose header differs
   uint64_t expected;  // value waited for
   uint64_t seen;      // last value seen
   uint64_t elapsed_ns;
-  GarHeader mine;     // of the reporting rank
-  GarHeader theirs;   // of the peer; meaningful for a mismatch
+  GarHeader mine;    // of the reporting rank
+  GarHeader theirs;  // of the peer; meaningful for a mismatch
 };
 
 // Asked every few milliseconds of waiting on host devices; true gives up (an interrupt came).
@@ -49,15 +49,15 @@ struct GarArgs {
   uint64_t timeout_ns;        // limit of one wait; 0 waits for ever
   GarPoll poll;               // host devices; may be null
   void* poll_context;
-  GarHeader header;           // sequence is filled in by the kernel
+  GarHeader header;  // sequence is filled in by the kernel
   uint32_t rank;
   uint32_t nranks;
-  uint32_t root;              // broadcast and reduce
-  uint32_t nsets;             // sets of slots: 2 where an algorithm sends and returns
-  uint32_t nlinks;            // slots side by side in a set: one per peer, or 1 where only one peer ever uses them
-  uint32_t nslots;            // a power of two, so that step % nslots survives the wrap of step
-  uint32_t spin;              // host devices: pauses before the first yield
-  uint32_t streaming;         // host devices: store the output past the caches
-  uint32_t push;              // slots lie with the receiver (else with the sender)
-  uint32_t reserved;          // zero; makes the padding visible
+  uint32_t root;       // broadcast and reduce
+  uint32_t nsets;      // sets of slots: 2 where an algorithm sends and returns
+  uint32_t nlinks;     // slots side by side in a set: one per peer, or 1 where only one peer ever uses them
+  uint32_t nslots;     // a power of two, so that step % nslots survives the wrap of step
+  uint32_t spin;       // host devices: pauses before the first yield
+  uint32_t streaming;  // host devices: store the output past the caches
+  uint32_t push;       // slots lie with the receiver (else with the sender)
+  uint32_t reserved;   // zero; makes the padding visible
 };

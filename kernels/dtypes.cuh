@@ -131,7 +131,8 @@ struct Float8 {
       constexpr int kMagic = 1 - Bias - Mantissa + 23;
       const U subnormal = float_bits(bits_float(magnitude) + power_of_two(kMagic)) - (uint32_t(127 + kMagic) << 23);
       const U rounded =
-          (magnitude + ((magnitude >> kShift) & 1u) + ((1u << (kShift - 1)) - 1u) - (uint32_t(127 - Bias) << 23)) >> kShift;
+          (magnitude + ((magnitude >> kShift) & 1u) + ((1u << (kShift - 1)) - 1u) - (uint32_t(127 - Bias) << 23)) >>
+          kShift;
       U r = select_bits(magnitude < (uint32_t(128 - Bias) << 23), subnormal, rounded);
       r = select_bits((magnitude >= (uint32_t(128 - Bias) << 23)) & (r > Largest), splat<U>(Overflow), r);
       const U sign = (bits >> 24) & 0x80u;

@@ -4,7 +4,8 @@
 
 namespace gar {
 
-// A worker spins this long for the next call of a loop before it sleeps; more would starve the ranks that share its core.
+// A worker spins this long for the next call of a loop before it sleeps; more would starve the ranks that share its
+// core.
 static constexpr int kIdleSpins = 2000;
 
 Workers::Workers(bool spin) : spin_(spin) {}

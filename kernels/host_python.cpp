@@ -110,10 +110,11 @@ struct HostCalls {
         continue;
       }
       for (uint32_t owner = 0; owner < marks.nranks; ++owner) {
-        char* report = static_cast<char*>(marks.segments[owner]) + marks.reports_offset + watched[i].rank * kReportBytes;
+        char* report =
+            static_cast<char*>(marks.segments[owner]) + marks.reports_offset + watched[i].rank * kReportBytes;
         uint64_t none = 0;
-        __atomic_compare_exchange_n(reinterpret_cast<uint64_t*>(report), &none, uint64_t(kLost), false, __ATOMIC_ACQ_REL,
-                                    __ATOMIC_RELAXED);
+        __atomic_compare_exchange_n(reinterpret_cast<uint64_t*>(report), &none, uint64_t(kLost), false,
+                                    __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
       }
       watched.erase(watched.begin() + long(i));
     }
@@ -190,7 +191,8 @@ static PyObject* call(PyObject* self, PyObject* const* values, PySsize count) {
     key.symmetric_output = key.symmetric_input;
   } else {
     const ArrayView out(target);
-    if (!out.has(kContiguous | kAligned | kNative | kWriteable) || !input.same_shape(out) || input.overlaps(out)) return none();
+    if (!out.has(kContiguous | kAligned | kNative | kWriteable) || !input.same_shape(out) || input.overlaps(out))
+      return none();
     output = out.memory->data;
     key.in_place = false;
     key.symmetric_output = calls->if_symmetric(output);

@@ -9,12 +9,13 @@ struct ArrayLanes {
   E v[N];
 };
 
-#define GAR_LANEWISE(op)                                                                     \
-  template <class E, int N>                                                                  \
+#define GAR_LANEWISE(op)                                                                          \
+  template <class E, int N>                                                                       \
   GAR_DEVICE ArrayLanes<E, N> operator op(const ArrayLanes<E, N>& a, const ArrayLanes<E, N>& b) { \
-    ArrayLanes<E, N> r;                                                                      \
-    GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = E(a.v[i] op b.v[i]);                     \
-    return r;                                                                                \
+    ArrayLanes<E, N> r;                                                                           \
+    GAR_UNROLL for (int i = 0; i < N; ++i)                                                        \
+      r.v[i] = E(a.v[i] op b.v[i]);                                                               \
+    return r;                                                                                     \
   }
 GAR_LANEWISE(+)
 GAR_LANEWISE(&)
@@ -32,16 +33,18 @@ GAR_DEVICE uint16_t wrapping_product(const uint16_t& a, const uint16_t& b) { ret
 template <class E, int N>
 GAR_DEVICE ArrayLanes<E, N> operator*(const ArrayLanes<E, N>& a, const ArrayLanes<E, N>& b) {
   ArrayLanes<E, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = wrapping_product(a.v[i], b.v[i]);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = wrapping_product(a.v[i], b.v[i]);
   return r;
 }
 
-#define GAR_LANEWISE_COMPARE(op)                                                                \
-  template <class E, int N>                                                                     \
+#define GAR_LANEWISE_COMPARE(op)                                                                     \
+  template <class E, int N>                                                                          \
   GAR_DEVICE ArrayLanes<bool, N> operator op(const ArrayLanes<E, N>& a, const ArrayLanes<E, N>& b) { \
-    ArrayLanes<bool, N> r;                                                                      \
-    GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = a.v[i] op b.v[i];                           \
-    return r;                                                                                   \
+    ArrayLanes<bool, N> r;                                                                           \
+    GAR_UNROLL for (int i = 0; i < N; ++i)                                                           \
+      r.v[i] = a.v[i] op b.v[i];                                                                     \
+    return r;                                                                                        \
   }
 GAR_LANEWISE_COMPARE(>=)
 GAR_LANEWISE_COMPARE(<=)
@@ -51,7 +54,8 @@ GAR_LANEWISE_COMPARE(!=)
 template <class E, class S, int N>
 GAR_DEVICE ArrayLanes<E, N> operator/(const ArrayLanes<E, N>& a, S divisor) {
   ArrayLanes<E, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = a.v[i] / divisor;
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = a.v[i] / divisor;
   return r;
 }
 
@@ -59,7 +63,8 @@ template <class E, int N>
 GAR_DEVICE ArrayLanes<E, N> select(const ArrayLanes<bool, N>& mask, const ArrayLanes<E, N>& a,
                                    const ArrayLanes<E, N>& b) {
   ArrayLanes<E, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = mask.v[i] ? a.v[i] : b.v[i];
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = mask.v[i] ? a.v[i] : b.v[i];
   return r;
 }
 

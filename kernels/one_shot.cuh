@@ -1,4 +1,5 @@
-// One-shot all-reduce and its relatives: every rank hands its data to its peers directly, and each combines what it got.
+// One-shot all-reduce and its relatives: every rank hands its data to its peers directly, and each combines what it
+// got.
 //
 //   step s:   stage s+1 -> slots | post ready s+1 | await ready s from all | combine s from slots
 //
@@ -41,7 +42,8 @@ struct Exchange {
   const Range range;
 
   GAR_MEMBER Exchange(const Channel& the_channel, uint64_t count)
-      : channel(the_channel), args(the_channel.args),
+      : channel(the_channel),
+        args(the_channel.args),
         range(part<typename Element<T>::Storage>({0, count}, the_channel.index, the_channel.block.count())) {}
   GAR_MEMBER uint64_t rounds() const { return rounds_of(range, args.chunk_count); }
   GAR_MEMBER Range chunk(uint64_t i) const { return piece(range, i, args.chunk_count); }
@@ -158,7 +160,8 @@ struct Broadcast : Exchange<T> {
     const Range c = this->chunk(i);
     const FromShared from{this->channel, step, this->input(c.lo)};
     const void* source = from[this->args.root];
-    if (this->output(c.lo) != source) copy<T>(this->channel.block, this->output(c.lo), source, c.n, this->args.streaming);
+    if (this->output(c.lo) != source)
+      copy<T>(this->channel.block, this->output(c.lo), source, c.n, this->args.streaming);
   }
 };
 

@@ -42,7 +42,8 @@ template <class T, int K, class Base>
 GAR_DEVICE auto shifted(const Base& base, uint64_t elements) {
   if constexpr (K > 0) {
     Held<decltype(element<T>(base[0], 0)), K> held;
-    GAR_UNROLL for (int k = 0; k < K; ++k) held.at[k] = element<T>(base[k], elements);
+    GAR_UNROLL for (int k = 0; k < K; ++k)
+      held.at[k] = element<T>(base[k], elements);
     return held;
   } else {
     return Shifted<T, Base>{base, elements};
@@ -59,12 +60,14 @@ GAR_DEVICE void fold_packs(const From& from, const To& to, uint32_t nranks, uint
   constexpr int kHeld = K > 0 ? K : 1;
   Lanes<S, N> raw[kHeld][U];
   GAR_UNROLL for (int k = 0; k < kHeld; ++k) {
-    GAR_UNROLL for (int u = 0; u < U; ++u) raw[k][u] = load_lanes<S, N>(from[k], pack + u * stride);
+    GAR_UNROLL for (int u = 0; u < U; ++u)
+      raw[k][u] = load_lanes<S, N>(from[k], pack + u * stride);
   }
   GAR_UNROLL for (int u = 0; u < U; ++u) {
     auto sum = X::template widen<N>(raw[0][u]);
     if constexpr (K > 0) {
-      GAR_UNROLL for (int k = 1; k < K; ++k) sum = Op::combine(sum, X::template widen<N>(raw[k][u]));
+      GAR_UNROLL for (int k = 1; k < K; ++k)
+        sum = Op::combine(sum, X::template widen<N>(raw[k][u]));
     } else {
       for (int k = 1; k < int(nranks); ++k)
         sum = Op::combine(sum, X::template widen<N>(load_lanes<S, N>(from[k], pack + u * stride)));
@@ -101,7 +104,7 @@ GAR_NOINLINE void fold_elements(const From& from, const To& to, uint32_t nranks,
 
 template <class T, class Op, int K, int D, bool Streaming, class From, class To>
 GAR_OUTLINE void fold_range(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n,
-                           uint64_t head) {
+                            uint64_t head) {
   constexpr int N = lanes_in_pack<T>();
   constexpr int U = K == 0 || K >= kLoadsInFlight ? 1 : kLoadsInFlight / K;
   const uint64_t stride = block.threads(), packs = (n - head) / N;
@@ -114,15 +117,13 @@ GAR_OUTLINE void fold_range(const Block& block, const From& from, const To& to, 
       fold_packs<T, Op, K, D, N, U, Streaming>(body_from, body_to, nranks, i, stride);
   }
   for (; i < packs; i += stride) fold_packs<T, Op, K, D, N, 1, Streaming>(body_from, body_to, nranks, i, 0);
-  if (head + packs * N < n)
-    fold_elements<T, Op, K, D>(from, to, nranks, head + packs * N + block.thread(), n, stride);
+  if (head + packs * N < n) fold_elements<T, Op, K, D>(from, to, nranks, head + packs * N + block.thread(), n, stride);
   if (Streaming) streaming_fence();
 }
 
 // Folds n elements of nranks arrays, in the order of `from`, into each array of `to` (D of them, or nranks).
 template <class T, class Op, int K, int D, class From, class To>
-GAR_DEVICE void fold(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n,
-                     bool streaming) {
+GAR_DEVICE void fold(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n, bool streaming) {
   if constexpr (!kVectorsNeedAlignment) {
     if (!streaming) return fold_range<T, Op, K, D, false>(block, from, to, nranks, n, 0);
     // Streaming stores need aligned targets, whatever the sources are.

@@ -22,15 +22,15 @@ typedef unsigned long long uint64_t;
 #define GAR_OUTLINE GAR_DEVICE
 #define GAR_UNROLL _Pragma("unroll")
 #define GAR_MAX_THREADS 512
-#define GAR_KERNEL(name, body)                                                                      \
+#define GAR_KERNEL(name, body)                                                                                  \
   extern "C" __global__ void __launch_bounds__(GAR_MAX_THREADS, 1) name(const __grid_constant__ GarArgs args) { \
-    body(gar::Block(), args);                                                                       \
+    body(gar::Block(), args);                                                                                   \
   }
 #include "lanes.cuh"
 
 namespace gar {
 
-constexpr int kPackBytes = 16;             // one LDG.128 of elements as stored
+constexpr int kPackBytes = 16;  // one LDG.128 of elements as stored
 constexpr bool kPackHoldsStorage = true;
 constexpr bool kVectorsNeedAlignment = true;
 constexpr int kLoadsInFlight = 8;  // packs a thread loads before it uses the first
@@ -87,10 +87,12 @@ GAR_DEVICE Lanes<E, N> load_lanes(const void* base, uint64_t pack) {
       uint4 raw[kVectors];
       Lanes<E, N> lanes;
     } u;
-    GAR_UNROLL for (int i = 0; i < kVectors; ++i) u.raw[i] = static_cast<const uint4*>(base)[pack * kVectors + i];
+    GAR_UNROLL for (int i = 0; i < kVectors; ++i)
+      u.raw[i] = static_cast<const uint4*>(base)[pack * kVectors + i];
     return u.lanes;
   } else {
-    GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = static_cast<const E*>(base)[pack * N + i];
+    GAR_UNROLL for (int i = 0; i < N; ++i)
+      r.v[i] = static_cast<const E*>(base)[pack * N + i];
     return r;
   }
 }
@@ -103,9 +105,11 @@ GAR_DEVICE void store_lanes(void* base, uint64_t pack, const Lanes<E, N>& value)
       Lanes<E, N> lanes;
     } u;
     u.lanes = value;
-    GAR_UNROLL for (int i = 0; i < kVectors; ++i) static_cast<uint4*>(base)[pack * kVectors + i] = u.raw[i];
+    GAR_UNROLL for (int i = 0; i < kVectors; ++i)
+      static_cast<uint4*>(base)[pack * kVectors + i] = u.raw[i];
   } else {
-    GAR_UNROLL for (int i = 0; i < N; ++i) static_cast<E*>(base)[pack * N + i] = value.v[i];
+    GAR_UNROLL for (int i = 0; i < N; ++i)
+      static_cast<E*>(base)[pack * N + i] = value.v[i];
   }
 }
 template <class E, int N>
@@ -124,7 +128,8 @@ struct Splat {
   template <class E>
   static GAR_MEMBER L of(E value) {
     L r;
-    GAR_UNROLL for (auto& lane : r.v) lane = value;
+    GAR_UNROLL for (auto& lane : r.v)
+      lane = value;
     return r;
   }
 };
@@ -139,14 +144,16 @@ GAR_DEVICE L splat(E value) {
 template <class To, class From, int N>
 GAR_DEVICE Lanes<To, N> convert(const Lanes<From, N>& a) {
   Lanes<To, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = To(a.v[i]);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = To(a.v[i]);
   return r;
 }
 
 template <int N>
 GAR_DEVICE Lanes<float, N> widen_float16(const Lanes<uint16_t, N>& a) {
   Lanes<float, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) asm("cvt.f32.f16 %0, %1;" : "=f"(r.v[i]) : "h"(a.v[i]));
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r.v[i]) : "h"(a.v[i]));
   return r;
 }
 template <int N>
@@ -161,7 +168,8 @@ GAR_DEVICE Lanes<uint16_t, N> narrow_float16(const Lanes<float, N>& a) {
 template <int N>
 GAR_DEVICE Lanes<float, N> widen_bfloat16(const Lanes<uint16_t, N>& a) {
   Lanes<float, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = __uint_as_float(uint32_t(a.v[i]) << 16);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = __uint_as_float(uint32_t(a.v[i]) << 16);
   return r;
 }
 template <int N>
@@ -178,20 +186,23 @@ GAR_DEVICE float bits_float(uint32_t a) { return __uint_as_float(a); }
 template <int N>
 GAR_DEVICE Lanes<uint32_t, N> float_bits(const Lanes<float, N>& a) {
   Lanes<uint32_t, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = float_bits(a.v[i]);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = float_bits(a.v[i]);
   return r;
 }
 template <int N>
 GAR_DEVICE Lanes<float, N> bits_float(const Lanes<uint32_t, N>& a) {
   Lanes<float, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = bits_float(a.v[i]);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = bits_float(a.v[i]);
   return r;
 }
 // Function::of on 32-bit patterns, lane by lane.
 template <class Function, int N>
 GAR_DEVICE Lanes<uint32_t, N> apply(const Lanes<uint32_t, N>& a) {
   Lanes<uint32_t, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) r.v[i] = Function::of(a.v[i]);
+  GAR_UNROLL for (int i = 0; i < N; ++i)
+    r.v[i] = Function::of(a.v[i]);
   return r;
 }
 template <class V>

@@ -12,16 +12,16 @@
 #define GAR_DEVICE static inline __attribute__((always_inline, unused))
 #define GAR_MEMBER inline __attribute__((always_inline))
 #define GAR_NOINLINE __attribute__((noinline))
-#define GAR_OUTLINE static GAR_NOINLINE  // a loop over memory: a call costs nothing beside it, and compiling it once saves time
+#define GAR_OUTLINE \
+  static GAR_NOINLINE  // a loop over memory: a call costs nothing beside it, and compiling it once saves time
 #define GAR_UNROLL
 #ifndef GAR_BLOCK_THREADS
 #define GAR_BLOCK_THREADS 1
 #endif
-#define GAR_KERNEL(name, body)                                                              \
-  extern "C" __attribute__((visibility("default"))) int name(const GarArgs* args,           \
-                                                             const gar::Block* block) {     \
-    const gar::DefaultRounding rounding;                                                    \
-    return body(*block, *args);                                                             \
+#define GAR_KERNEL(name, body)                                                                               \
+  extern "C" __attribute__((visibility("default"))) int name(const GarArgs* args, const gar::Block* block) { \
+    const gar::DefaultRounding rounding;                                                                     \
+    return body(*block, *args);                                                                              \
   }
 #include "lanes.cuh"
 
@@ -49,9 +49,7 @@ constexpr bool kVectorsNeedAlignment = false;
 constexpr int kLoadsInFlight = 1;  // out-of-order cores find the parallel loads by themselves
 
 GAR_DEVICE uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-GAR_DEVICE void store_release(uint64_t* word, uint64_t value) {
-  __atomic_store_n(word, value, __ATOMIC_RELEASE);
-}
+GAR_DEVICE void store_release(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 GAR_DEVICE bool claim(uint64_t* word) { return __atomic_exchange_n(word, 1, __ATOMIC_ACQ_REL) == 0; }
 GAR_DEVICE uint64_t clock_ns() {
   timespec now;
@@ -196,9 +194,7 @@ GAR_DEVICE void streaming_fence() {
   asm volatile("sfence" ::: "memory");
 #endif
 }
-GAR_DEVICE uint32_t pack_misalignment(const void* p) {
-  return uint32_t(-intptr_t(p)) & (kPackBytes - 1);
-}
+GAR_DEVICE uint32_t pack_misalignment(const void* p) { return uint32_t(-intptr_t(p)) & (kPackBytes - 1); }
 
 GAR_DEVICE float quiet_nan(float) { return __builtin_nanf(""); }
 GAR_DEVICE double quiet_nan(double) { return __builtin_nan(""); }

@@ -6,11 +6,11 @@
 
 namespace gar {
 
-constexpr uint64_t kLineBytes = 128;    // one flag word per line: no two writers share a cache line
+constexpr uint64_t kLineBytes = 128;  // one flag word per line: no two writers share a cache line
 constexpr uint64_t kReportBytes = 256;
 
 enum : uint64_t { kTimedOut = 1, kMismatch = 2, kAborted = 3, kClosed = 4, kLost = 5 };  // GarReport::code
-enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };          // GarReport::word
+enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };                                  // GarReport::word
 
 // NOTE words. A word has one writer (a rank) and one reader (another rank) and only grows; it is compared by its
 // signed distance, so it may wrap. `ready` s + 1 says: the data of step s are in the slot. `credit` s + 1 says: the
@@ -104,8 +104,7 @@ class Channel {
   GAR_MEMBER bool await_ready_all(uint64_t step, uint32_t set = 0) {
     bool failed = false;
     for (uint32_t from = block.thread(); from < nranks && !failed; from += block.threads())
-      if (from != rank)
-        failed = !wait(pair_line(rank, args.ready_offset, set, from), step + 1, kReady, step, from);
+      if (from != rank) failed = !wait(pair_line(rank, args.ready_offset, set, from), step + 1, kReady, step, from);
     return !block.sync_or(failed);
   }
   // One thread's part of a step between two ranks; the caller brackets it with block.sync().
@@ -235,8 +234,6 @@ GAR_DEVICE Range piece(Range whole, uint64_t i, uint64_t chunk) {
   return {whole.lo + lo, hi - lo};
 }
 // Steps that a range takes: an empty one still takes one, so that every rank meets every other in every call.
-GAR_DEVICE uint64_t rounds_of(Range whole, uint64_t chunk) {
-  return whole.n == 0 ? 1 : (whole.n + chunk - 1) / chunk;
-}
+GAR_DEVICE uint64_t rounds_of(Range whole, uint64_t chunk) { return whole.n == 0 ? 1 : (whole.n + chunk - 1) / chunk; }
 
 }  // namespace gar

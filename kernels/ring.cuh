@@ -27,8 +27,11 @@ struct RingLink {
   uint64_t send_step, recv_step;
 
   GAR_MEMBER RingLink(Channel& the_channel, uint32_t the_set)
-      : channel(the_channel), set(the_set), previous((the_channel.rank + the_channel.nranks - 1) % the_channel.nranks),
-        next((the_channel.rank + 1) % the_channel.nranks), send_step(the_channel.first_step()),
+      : channel(the_channel),
+        set(the_set),
+        previous((the_channel.rank + the_channel.nranks - 1) % the_channel.nranks),
+        next((the_channel.rank + 1) % the_channel.nranks),
+        send_step(the_channel.first_step()),
         recv_step(the_channel.first_step()) {}
 
   // The slots of a link lie on one of its two ends; see Channel::slot.
@@ -67,7 +70,8 @@ struct Ring {
   RingLink link;
 
   GAR_MEMBER explicit Ring(Channel& the_channel)
-      : channel(the_channel), args(the_channel.args),
+      : channel(the_channel),
+        args(the_channel.args),
         range(part<typename Element<T>::Storage>({0, args.count}, channel.index, channel.block.count())),
         link(the_channel, 0) {}
   GAR_MEMBER uint64_t rounds() const { return rounds_of(range, args.chunk_count * channel.nranks); }
@@ -175,9 +179,11 @@ struct Chain {
   RingLink partials, results;
 
   GAR_MEMBER explicit Chain(Channel& the_channel)
-      : channel(the_channel), args(the_channel.args),
+      : channel(the_channel),
+        args(the_channel.args),
         range(part<S>({0, args.count}, channel.index, channel.block.count())),
-        partials(the_channel, kPartials), results(the_channel, kResults) {}
+        partials(the_channel, kPartials),
+        results(the_channel, kResults) {}
   GAR_MEMBER uint64_t rounds() const { return rounds_of(range, args.chunk_count); }
   GAR_MEMBER bool first() const { return channel.rank == 0; }
   GAR_MEMBER bool last() const { return channel.rank + 1 == channel.nranks; }
@@ -190,8 +196,8 @@ struct Chain {
     void* to = Last ? results.send_slot() : partials.send_slot();
     void* also_to = Last ? element<T>(args.output, c.lo) : nullptr;
     // Slots are aligned; the user's arrays decide whether packs may be used.
-    const bool whole = !kVectorsNeedAlignment ||
-                       (pack_misalignment(input) == 0 && (!Last || pack_misalignment(also_to) == 0));
+    const bool whole =
+        !kVectorsNeedAlignment || (pack_misalignment(input) == 0 && (!Last || pack_misalignment(also_to) == 0));
     const uint64_t packs = whole ? c.n / N : 0, stride = channel.block.threads();
     for (uint64_t i = channel.block.thread(); i < packs; i += stride)
       chain_packs<T, Op, First, Last, N>(partial, input, to, also_to, channel.nranks, i);

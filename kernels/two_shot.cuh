@@ -27,7 +27,8 @@ struct TwoShot {
   const Range range;
 
   GAR_MEMBER explicit TwoShot(const Channel& the_channel)
-      : channel(the_channel), args(the_channel.args),
+      : channel(the_channel),
+        args(the_channel.args),
         range(part<typename Element<T>::Storage>({0, args.count}, channel.index, channel.block.count())) {}
   GAR_MEMBER uint64_t rounds() const { return rounds_of(range, args.chunk_count * channel.nranks); }
   GAR_MEMBER Range slice(uint64_t i, uint32_t owner) const {
@@ -46,7 +47,8 @@ struct TwoShot {
     const Range s = slice(i, channel.rank);
     const FromPrivate from{channel, step, element<T>(args.input, s.lo)};
     if (!args.push) {  // one copy for all peers, with the output
-      const Held<void*, 2> to{{element<T>(args.output, s.lo), channel.shared_slot(step, channel.rank, channel.rank, kBack)}};
+      const Held<void*, 2> to{
+          {element<T>(args.output, s.lo), channel.shared_slot(step, channel.rank, channel.rank, kBack)}};
       fold<T, Op, P, 2>(channel.block, from, to, channel.nranks, s.n, false);
       return;
     }
@@ -56,8 +58,8 @@ struct TwoShot {
   GAR_MEMBER void gather(uint64_t i, uint64_t step) const {
     for (uint32_t j = 1; j < channel.nranks; ++j) {
       const Range s = slice(i, peer(j));
-      copy<T>(channel.block, element<T>(args.output, s.lo), channel.shared_slot(step, peer(j), channel.rank, kBack), s.n,
-              args.streaming);
+      copy<T>(channel.block, element<T>(args.output, s.lo), channel.shared_slot(step, peer(j), channel.rank, kBack),
+              s.n, args.streaming);
     }
   }
   struct Back {

@@ -39,7 +39,9 @@ class Rank:
 
 
 def start_job(nranks: int, body: str, **environ: str) -> list[subprocess.Popen[str]]:
-    """Starts one process per rank that runs ``body`` after a prologue with ``report`` and ``error_of``."""
+    """Starts one process per rank that runs ``body`` after a prologue with ``report`` and
+    ``error_of``.
+    """
     address = f"unix:test-{secrets.token_hex(8)}"
     processes = []
     for rank in range(nranks):
@@ -54,7 +56,9 @@ def start_job(nranks: int, body: str, **environ: str) -> list[subprocess.Popen[s
         }
         command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(body)]
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
+        processes.append(
+            subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True)
+        )
     return processes
 
 

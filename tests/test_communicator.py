@@ -130,7 +130,10 @@ def test_other_collectives(ranks, nranks, count):
     gathered = comm.all_gather(xs)
     for each in gathered:
         assert (each == np.concatenate(xs)).all()
-    blocks = [np.concatenate([filled((count,), rank + 3 * k) for k in range(nranks)]) for rank in range(nranks)]
+    blocks = [
+        np.concatenate([filled((count,), rank + 3 * k) for k in range(nranks)])
+        for rank in range(nranks)
+    ]
     kept = [block.copy() for block in blocks]
     scattered = comm.reduce_scatter(blocks)
     for rank, each in enumerate(scattered):
@@ -168,12 +171,17 @@ def test_reduce_writes_to_out_on_the_root_only(ranks):
 def test_alternating_algorithms_do_not_disturb_each_other(ranks):
     comm = ranks(4)
     ways = [
-        {"algorithm": "one_shot"}, {"algorithm": "ring"}, {"algorithm": "two_shot", "access": "staged"},
-        {"algorithm": "ring", "order": "any"}, {"algorithm": "two_shot", "access": "direct"},
+        {"algorithm": "one_shot"},
+        {"algorithm": "ring"},
+        {"algorithm": "two_shot", "access": "staged"},
+        {"algorithm": "ring", "order": "any"},
+        {"algorithm": "two_shot", "access": "direct"},
     ]
     for turn in range(40):
         xs = [filled((501 + turn,), rank + turn) for rank in range(4)]
-        comm.allreduce(xs, chunk_bytes=256 if turn % 3 else None, nchannels=1 + turn % 2, **ways[turn % 5])
+        comm.allreduce(
+            xs, chunk_bytes=256 if turn % 3 else None, nchannels=1 + turn % 2, **ways[turn % 5]
+        )
         want = sum(filled((501 + turn,), rank + turn) for rank in range(4))
         assert all((x == want).all() for x in xs)
 
@@ -182,8 +190,12 @@ def test_sixty_four_calls_with_changing_inputs_checked_at_the_end(ranks):
     """Late reads of a slot or an input show only when nobody looks between the calls."""
     for nranks in (2, 4):
         comm = ranks(nranks)
-        for way in ({"algorithm": "one_shot"}, {"algorithm": "two_shot", "access": "staged"}, {"algorithm": "ring"},
-                    {"algorithm": "two_shot", "access": "direct"}):
+        for way in (
+            {"algorithm": "one_shot"},
+            {"algorithm": "two_shot", "access": "staged"},
+            {"algorithm": "ring"},
+            {"algorithm": "two_shot", "access": "direct"},
+        ):
             outs = []
             xs = [np.empty(3001, np.float32) for _ in range(nranks)]
             for turn in range(64):
@@ -210,11 +222,16 @@ def test_three_communicators_at_once(ranks):
 def test_steps_pass_every_power_of_two(ranks, near):
     comm = ranks(3)
     # A multiple of all slot counts, so that step % nslots starts where a fresh communicator would.
-    comm._orchestrator.segments.preset_steps(near - 16)
+    comm._calls.orchestrator.segments.preset_steps(near - 16)
     for turn in range(40):
         xs = [filled((300,), rank + turn) for rank in range(3)]
-        way = ({"algorithm": "one_shot"}, {"algorithm": "ring"}, {"algorithm": "two_shot", "access": "staged"},
-               {"algorithm": "two_shot", "access": "direct"}, {"algorithm": "ring", "order": "any"})[turn % 5]
+        way = (
+            {"algorithm": "one_shot"},
+            {"algorithm": "ring"},
+            {"algorithm": "two_shot", "access": "staged"},
+            {"algorithm": "two_shot", "access": "direct"},
+            {"algorithm": "ring", "order": "any"},
+        )[turn % 5]
         comm.allreduce(xs, chunk_bytes=128, **way)
         want = sum(filled((300,), rank + turn) for rank in range(3))
         assert all((x == want).all() for x in xs), turn
@@ -238,27 +255,102 @@ def refused():
     yield "not an array", lambda: ([[1.0], [2.0]], {}), gar.InvalidArgument, "numpy.ndarray"
     yield "one array for two ranks", lambda: (ones, {}), gar.InvalidArgument, "one per rank"
     yield "three arrays for two ranks", lambda: ([ones] * 3, {}), gar.InvalidArgument, "2 ranks"
-    yield "counts differ", lambda: ([ones, np.ones(5, np.float32)], {}), gar.InvalidArgument, "same count"
+    yield (
+        "counts differ",
+        lambda: ([ones, np.ones(5, np.float32)], {}),
+        gar.InvalidArgument,
+        "same count",
+    )
     yield "dtypes differ", lambda: ([ones, np.ones(4)], {}), gar.InvalidArgument, "dtype"
-    yield "layouts differ", lambda: (
-        [np.ones((2, 3), order="F"), np.ones((2, 3))], {}), gar.InvalidArgument, "layout"
-    yield "object dtype", lambda: ([np.array([None])] * 2, {}), gar.InvalidArgument, "supported: bool"
+    yield (
+        "layouts differ",
+        lambda: ([np.ones((2, 3), order="F"), np.ones((2, 3))], {}),
+        gar.InvalidArgument,
+        "layout",
+    )
+    yield (
+        "object dtype",
+        lambda: ([np.array([None])] * 2, {}),
+        gar.InvalidArgument,
+        "supported: bool",
+    )
     yield "byte order", lambda: ([np.ones(3, ">f4")] * 2, {}), gar.InvalidArgument, "byte-swapped"
     yield "masked", lambda: ([np.ma.ones(3)] * 2, {}), gar.InvalidArgument, "mask"
-    yield "operator", lambda: ([ones.copy(), ones.copy()], {"op": "mean"}), gar.InvalidArgument, "sum, prod"
-    yield "max of complex", lambda: ([np.ones(2, complex)] * 2, {"op": "max"}), gar.NotSupported, "takes sum, prod, avg"
-    yield "xor of floats", lambda: ([ones.copy(), ones.copy()], {"op": "bxor"}), gar.NotSupported, "takes bool"
-    yield "algorithm", lambda: ([ones.copy(), ones.copy()], {"algorithm": "tree"}), gar.InvalidArgument, "one_shot"
-    yield "order", lambda: ([ones.copy(), ones.copy()], {"order": "fast"}), gar.InvalidArgument, "rank, any"
-    yield "chunk too small", lambda: ([ones.copy(), ones.copy()], {"chunk_bytes": 3}), gar.InvalidArgument, "slot"
-    yield "chunk too large", lambda: (
-        [ones.copy(), ones.copy()], {"chunk_bytes": 1 << 30}), gar.InvalidArgument, "slot"
-    yield "channels", lambda: ([ones.copy(), ones.copy()], {"nchannels": 99}), gar.InvalidArgument, r"1\.\.4"
-    yield "timeout", lambda: ([ones.copy(), ones.copy()], {"timeout": 0}), gar.InvalidArgument, "above 0"
-    yield "out shape", lambda: ([ones, ones], {"out": [np.ones(5, np.float32)] * 2}), gar.InvalidArgument, "must be equal"
-    yield "out dtype", lambda: ([ones, ones], {"out": [np.ones(4)] * 2}), gar.InvalidArgument, "must be equal"
-    yield "repeated elements", lambda: (
-        [np.lib.stride_tricks.as_strided(ones.copy(), (3, 4), (0, 4)) for _ in range(2)], {}), gar.InvalidArgument, "zero stride"
+    yield (
+        "operator",
+        lambda: ([ones.copy(), ones.copy()], {"op": "mean"}),
+        gar.InvalidArgument,
+        "sum, prod",
+    )
+    yield (
+        "max of complex",
+        lambda: ([np.ones(2, complex)] * 2, {"op": "max"}),
+        gar.NotSupported,
+        "takes sum, prod, avg",
+    )
+    yield (
+        "xor of floats",
+        lambda: ([ones.copy(), ones.copy()], {"op": "bxor"}),
+        gar.NotSupported,
+        "takes bool",
+    )
+    yield (
+        "algorithm",
+        lambda: ([ones.copy(), ones.copy()], {"algorithm": "tree"}),
+        gar.InvalidArgument,
+        "one_shot",
+    )
+    yield (
+        "order",
+        lambda: ([ones.copy(), ones.copy()], {"order": "fast"}),
+        gar.InvalidArgument,
+        "rank, any",
+    )
+    yield (
+        "chunk too small",
+        lambda: ([ones.copy(), ones.copy()], {"chunk_bytes": 3}),
+        gar.InvalidArgument,
+        "slot",
+    )
+    yield (
+        "chunk too large",
+        lambda: ([ones.copy(), ones.copy()], {"chunk_bytes": 1 << 30}),
+        gar.InvalidArgument,
+        "slot",
+    )
+    yield (
+        "channels",
+        lambda: ([ones.copy(), ones.copy()], {"nchannels": 99}),
+        gar.InvalidArgument,
+        r"1\.\.4",
+    )
+    yield (
+        "timeout",
+        lambda: ([ones.copy(), ones.copy()], {"timeout": 0}),
+        gar.InvalidArgument,
+        "above 0",
+    )
+    yield (
+        "out shape",
+        lambda: ([ones, ones], {"out": [np.ones(5, np.float32)] * 2}),
+        gar.InvalidArgument,
+        "must be equal",
+    )
+    yield (
+        "out dtype",
+        lambda: ([ones, ones], {"out": [np.ones(4)] * 2}),
+        gar.InvalidArgument,
+        "must be equal",
+    )
+    yield (
+        "repeated elements",
+        lambda: (
+            [np.lib.stride_tricks.as_strided(ones.copy(), (3, 4), (0, 4)) for _ in range(2)],
+            {},
+        ),
+        gar.InvalidArgument,
+        "zero stride",
+    )
 
 
 @pytest.mark.parametrize(("name", "make", "kind", "text"), list(refused()))
@@ -290,7 +382,9 @@ def test_overlapping_out_is_refused(ranks):
     with pytest.raises(gar.InvalidArgument, match="overlaps"):
         comm.allreduce([base[:10] for base in bases], out=[base[5:15] for base in bases])
     comm.allreduce([base[:10] for base in bases], out=[base[10:] for base in bases])
-    comm.allreduce([base[::2] for base in bases], out=[base[1::2] for base in bases])  # interleaved, no overlap
+    comm.allreduce(
+        [base[::2] for base in bases], out=[base[1::2] for base in bases]
+    )  # interleaved, no overlap
 
 
 @pytest.mark.parametrize("devices", ["host", [], ["gpu"], None, 3])
@@ -316,7 +410,16 @@ def test_plan_says_what_runs(ranks):
     comm = ranks(2)
     xs = [np.zeros(1 << 20, np.float32) for _ in range(2)]
     text = comm.plan(xs).describe()
-    for word in ("allreduce sum", "1048576 x float32", "algorithm", "order", "rank", "channels", "sends", "us estimated"):
+    for word in (
+        "allreduce sum",
+        "1048576 x float32",
+        "algorithm",
+        "order",
+        "rank",
+        "channels",
+        "sends",
+        "us estimated",
+    ):
         assert word in text
     forced = comm.plan(xs, algorithm="ring", order="any", chunk_bytes=1 << 16)
     assert forced.config.algorithm == "ring"
@@ -358,5 +461,7 @@ def test_importing_needs_no_compiler_and_no_cuda():
     import subprocess
     import sys
 
-    code = "import sys, gpuallreduce; assert 'cupy' not in sys.modules and 'numba' not in sys.modules"
+    code = (
+        "import sys, gpuallreduce; assert 'cupy' not in sys.modules and 'numba' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from jobs import run_job
 
 from gpuallreduce import reference
 from gpuallreduce.checks import first_difference
 from gpuallreduce.inputs import random_inputs
 from gpuallreduce.types import DTYPES, OPS
-from jobs import run_job
 
 WAYS = [
     {"algorithm": "one_shot"},
@@ -47,7 +47,9 @@ def test_every_rank_count_and_algorithm_gives_the_reference_bits(ranks, nranks, 
         arrays = inputs("float32", "sum", count, nranks)
         want = reference.allreduce(arrays, "sum")
         assert_all_equal(call(comm, arrays, **way), want)
-        assert_all_equal(call(comm, arrays, **way, **({} if nranks == 1 else {"chunk_bytes": 256})), want)
+        assert_all_equal(
+            call(comm, arrays, **way, **({} if nranks == 1 else {"chunk_bytes": 256})), want
+        )
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
@@ -55,7 +57,14 @@ def test_every_rank_count_and_algorithm_gives_the_reference_bits(ranks, nranks, 
 def test_counts_around_every_edge_of_pack_chunk_and_slice(ranks, way, name):
     comm = ranks(4)
     itemsize = DTYPES[name].itemsize
-    edges = {16 // itemsize, 64 // itemsize, 128 // itemsize, 512 // itemsize, 4 * 512 // itemsize, 17 * 512 // itemsize}
+    edges = {
+        16 // itemsize,
+        64 // itemsize,
+        128 // itemsize,
+        512 // itemsize,
+        4 * 512 // itemsize,
+        17 * 512 // itemsize,
+    }
     for edge in sorted(edges):
         for count in (edge - 1, edge, edge + 1):
             arrays = inputs(name, "sum", count, 4, special=True)
@@ -70,7 +79,9 @@ def test_channels_do_not_change_bits(ranks, way, channels):
     arrays = inputs("float16", "avg", 5003, 3, special=True)
     want = reference.allreduce(arrays, "avg")
     for _ in range(3):
-        assert_all_equal(call(comm, arrays, op="avg", nchannels=channels, chunk_bytes=256, **way), want)
+        assert_all_equal(
+            call(comm, arrays, op="avg", nchannels=channels, chunk_bytes=256, **way), want
+        )
 
 
 def test_a_prefix_of_the_result_is_the_result_of_the_prefix(ranks):
@@ -84,7 +95,10 @@ def test_a_prefix_of_the_result_is_the_result_of_the_prefix(ranks):
 
 def test_fused_calls_give_the_bits_of_separate_calls(ranks):
     comm = ranks(3)
-    columns = [inputs("float16", "sum", count, 3, seed=count) for count in (1, 5, 0, 1000, 3, 600_000, 70_001)]
+    columns = [
+        inputs("float16", "sum", count, 3, seed=count)
+        for count in (1, 5, 0, 1000, 3, 600_000, 70_001)
+    ]
     columns += [inputs("float32", "sum", count, 3, seed=count) for count in (17, 0, 4)]
     want = [reference.allreduce(column, "sum") for column in columns]
     per_rank = [[column[rank].copy() for column in columns] for rank in range(3)]
@@ -102,13 +116,16 @@ def test_order_any_gives_all_ranks_the_same_bits_every_time(ranks):
         again = call(comm, arrays, algorithm="ring", order="any", chunk_bytes=512)
         assert_all_equal(again, first[0])
     exact = sum(array.astype(np.float64) for array in arrays)
-    # Partials are rounded at each of 4 hops and again at the end: 5 roundings of at most half a last place each.
+    # Partials are rounded at each of 4 hops and again at the end: 5 roundings of at most half a
+    # last place each.
     bound = 5 * 2.0**-11 * sum(np.abs(array.astype(np.float64)) for array in arrays) + 2.0**-24
     assert (np.abs(first[0].astype(np.float64) - exact) <= bound).all()
 
 
 def test_sixteen_bit_sums_are_rounded_once(ranks):
-    """256 + 1/2 + 1/2 loses both halves in bfloat16 if partials are rounded, and neither in float32."""
+    """256 + 1/2 + 1/2 loses both halves in bfloat16 if partials are rounded, and neither in
+    float32.
+    """
     comm = ranks(3)
     values = [256.0, 1.0, 1.0]
     arrays = [np.full(100, value, ml_dtypes.bfloat16) for value in values]
@@ -116,7 +133,9 @@ def test_sixteen_bit_sums_are_rounded_once(ranks):
 
 
 def test_subnormals_are_kept_even_where_the_caller_flushes_them(ranks):
-    """Fast-math libraries switch the processor to flush subnormals; the kernels switch back for themselves."""
+    """Fast-math libraries switch the processor to flush subnormals; the kernels switch back for
+    themselves.
+    """
     ctypes = pytest.importorskip("ctypes")
     machine = __import__("platform").machine()
     if machine != "x86_64":
@@ -156,8 +175,10 @@ def test_bool_sum_does_not_wrap_at_many_ranks(ranks):
 
 def test_nan_payloads_and_signs_do_not_reach_the_result(ranks):
     comm = ranks(2)
-    patterns = [np.array([0x7FC12345, 0xFFC00001, 0x7F800001, 0x7F800000], np.uint32),
-                np.array([0xFFC54321, 0x7FC00002, 0x3F800000, 0xFF800000], np.uint32)]
+    patterns = [
+        np.array([0x7FC12345, 0xFFC00001, 0x7F800001, 0x7F800000], np.uint32),
+        np.array([0xFFC54321, 0x7FC00002, 0x3F800000, 0xFF800000], np.uint32),
+    ]
     for op in ("sum", "prod", "max"):
         results = call(comm, [pattern.view(np.float32) for pattern in patterns], op=op)
         for result in results:

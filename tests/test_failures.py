@@ -1,4 +1,6 @@
-"""Calls that cannot succeed: every rank raises, within the limit, and says who and what; nothing hangs or stays behind."""
+"""Calls that cannot succeed: every rank raises, within the limit, and says who and what; nothing
+hangs or stays behind.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +11,72 @@ import time
 from pathlib import Path
 
 import pytest
-
 from jobs import finish_job, run_job, start_job
 
 MISMATCHES = {
-    "count": ("comm.allreduce(np.ones(4 + comm.rank, np.float32))", ["count=4", "count=5", "differ in count"]),
+    "count": (
+        "comm.allreduce(np.ones(4 + comm.rank, np.float32))",
+        ["count=4", "count=5", "differ in count"],
+    ),
     "large count, where algorithms may differ": (
-        "comm.allreduce(np.ones(4 if comm.rank else 1 << 22, np.float32))", ["count=4,", f"count={1 << 22}"]),
-    "dtype": ("comm.allreduce(np.ones(4, np.float32 if comm.rank else np.int32))", ["dtype=float32", "dtype=int32"]),
+        "comm.allreduce(np.ones(4 if comm.rank else 1 << 22, np.float32))",
+        ["count=4,", f"count={1 << 22}"],
+    ),
+    "dtype": (
+        "comm.allreduce(np.ones(4, np.float32 if comm.rank else np.int32))",
+        ["dtype=float32", "dtype=int32"],
+    ),
     "op": ("comm.allreduce(np.ones(4), op='sum' if comm.rank else 'max')", ["op=sum", "op=max"]),
-    "order": ("comm.allreduce(np.ones(4), algorithm='ring', order='any' if comm.rank else 'rank')",
-              ["order=any", "order=rank"]),
-    "algorithm": ("comm.allreduce(np.ones(4), algorithm='ring' if comm.rank else 'two_shot')",
-                  ["algorithm=ring", "algorithm=two_shot"]),
-    "chunk": ("comm.allreduce(np.ones(4000), chunk_bytes=1024 if comm.rank else 2048)", ["chunk_count=128", "chunk_count=256"]),
-    "channels": ("comm.allreduce(np.ones(4000), nchannels=1 + comm.rank % 2)", ["nchannels=1", "nchannels=2"]),
+    "order": (
+        "comm.allreduce(np.ones(4), algorithm='ring', order='any' if comm.rank else 'rank')",
+        ["order=any", "order=rank"],
+    ),
+    "algorithm": (
+        "comm.allreduce(np.ones(4), algorithm='ring' if comm.rank else 'two_shot')",
+        ["algorithm=ring", "algorithm=two_shot"],
+    ),
+    "chunk": (
+        "comm.allreduce(np.ones(4000), chunk_bytes=1024 if comm.rank else 2048)",
+        ["chunk_count=128", "chunk_count=256"],
+    ),
+    "channels": (
+        "comm.allreduce(np.ones(4000), nchannels=1 + comm.rank % 2)",
+        ["nchannels=1", "nchannels=2"],
+    ),
     "root": ("comm.broadcast(np.ones(4), root=min(comm.rank, 1))", ["root=0", "root=1"]),
-    "collective": ("comm.broadcast(np.ones(4)) if comm.rank else comm.allreduce(np.ones(4))", ["broadcast(", "allreduce("]),
-    "layout": ("comm.allreduce(np.ones((3, 4), order='F' if comm.rank else 'C'))", ["layout=0x0", "differ in layout"]),
+    "collective": (
+        "comm.broadcast(np.ones(4)) if comm.rank else comm.allreduce(np.ones(4))",
+        ["broadcast(", "allreduce("],
+    ),
+    "layout": (
+        "comm.allreduce(np.ones((3, 4), order='F' if comm.rank else 'C'))",
+        ["layout=0x0", "differ in layout"],
+    ),
     "parts of a fused call": (
-        "comm.allreduce_many([np.ones(3), np.ones(5)] if comm.rank else [np.ones(5), np.ones(3)])", ["layout"]),
-    "access": ("comm.allreduce(comm.empty(1 << 20) if comm.rank else [comm.empty(1 << 20), np.ones(1 << 20, np.float32)][1])",
-               ["access=direct", "access=staged"]),
+        "comm.allreduce_many([np.ones(3), np.ones(5)] if comm.rank else [np.ones(5), np.ones(3)])",
+        ["layout"],
+    ),
+    "access": (
+        "comm.allreduce(comm.empty(1 << 20) if comm.rank else [comm.empty(1 << 20), np.ones(1 << 20, np.float32)][1])",
+        ["access=direct", "access=staged"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_a_mismatch_raises_on_every_rank_with_both_sides_values(name):
     call, words = MISMATCHES[name]
-    job = run_job(3, f"""
+    job = run_job(
+        3,
+        f"""
         comm = gar.init(timeout=20)
         comm.allreduce(np.ones(3))
         start = time.monotonic()
         report(error_of(lambda: {call}))
         report(time.monotonic() - start)
         report(error_of(lambda: comm.allreduce(np.ones(3))))
-    """)
+    """,
+    )
     for rank in job:
         (kind, text), seconds, again = rank.reports
         assert kind == "MismatchError", text
@@ -56,16 +88,22 @@ def test_a_mismatch_raises_on_every_rank_with_both_sides_values(name):
 
 
 def test_calls_in_another_order_are_a_mismatch():
-    job = run_job(2, """
+    job = run_job(
+        2,
+        """
         comm = gar.init(timeout=20)
         first, second = np.ones(3), np.ones(4)
-        report(error_of(lambda: [comm.allreduce(x) for x in ((first, second) if comm.rank else (second, first))]))
-    """)
+        report(error_of(lambda: [comm.allreduce(x) for x in ((first, second) if comm.rank else
+        (second, first))]))
+    """,
+    )
     assert [rank.reports[0][0] for rank in job] == ["MismatchError"] * 2
 
 
 def test_a_rank_that_never_arrives_is_named_by_all_others_within_the_limit():
-    job = run_job(4, """
+    job = run_job(
+        4,
+        """
         comm = gar.init(timeout=30)
         comm.allreduce(np.ones(3))
         comm.timeout = 1.0
@@ -78,7 +116,8 @@ def test_a_rank_that_never_arrives_is_named_by_all_others_within_the_limit():
         start = time.monotonic()
         comm.close()
         report(time.monotonic() - start)
-    """)
+    """,
+    )
     for number, rank in enumerate(job):
         (kind, text), seconds, again, closing = rank.reports
         if number != 2:
@@ -93,17 +132,24 @@ def test_a_rank_that_never_arrives_is_named_by_all_others_within_the_limit():
 
 
 def test_several_missing_ranks_are_all_named():
-    job = run_job(4, """
+    job = run_job(
+        4,
+        """
         comm = gar.init(timeout=1.0)
-        report(error_of(lambda: comm.allreduce(np.ones(3))) if comm.rank in (0, 2) else time.sleep(2.5))
-    """)
+        report(error_of(lambda: comm.allreduce(np.ones(3))) if comm.rank in (0, 2) else
+        time.sleep(2.5))
+    """,
+    )
     for number in (0, 2):
         assert "ranks 1, 3 did not make this call" in job[number].reports[0][1]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_long_before_the_limit(victim):
-    job = finish_job(start_job(3, f"""
+    job = finish_job(
+        start_job(
+            3,
+            f"""
         comm = gar.init(timeout=30)
         comm.allreduce(np.ones(3))
         if comm.rank == {victim}:
@@ -111,7 +157,9 @@ def test_a_killed_rank_is_named_long_before_the_limit(victim):
         start = time.monotonic()
         report(error_of(lambda: [comm.allreduce(np.ones(300000)) for _ in range(3)]))
         report(time.monotonic() - start)
-    """))
+    """,
+        )
+    )
     for number, rank in enumerate(job):
         if number == victim:
             assert rank.status == -signal.SIGKILL
@@ -124,14 +172,17 @@ def test_a_killed_rank_is_named_long_before_the_limit(victim):
 
 def test_nothing_stays_behind_after_kill_9():
     before = set(os.listdir("/dev/shm"))
-    processes = start_job(2, """
+    processes = start_job(
+        2,
+        """
         comm = gar.init(timeout=30)
         x = comm.empty(1000)
         comm.allreduce(x)
         report(os.getpid())
         import signal
         signal.pause()
-    """)
+    """,
+    )
     try:
         pids = []
         for process in processes:
@@ -147,7 +198,9 @@ def test_nothing_stays_behind_after_kill_9():
 
 
 def test_a_rank_that_closed_is_named_at_once_but_may_leave_a_finished_call():
-    job = run_job(3, """
+    job = run_job(
+        3,
+        """
         comm = gar.init(timeout=30)
         x = np.ones(100000)
         for _ in range(20):
@@ -159,7 +212,8 @@ def test_a_rank_that_closed_is_named_at_once_but_may_leave_a_finished_call():
             start = time.monotonic()
             report(error_of(lambda: comm.allreduce(x)))
             report(time.monotonic() - start)
-    """)
+    """,
+    )
     assert job[1].reports == ["closed"]
     for number in (0, 2):
         (kind, text), seconds = job[number].reports
@@ -169,7 +223,9 @@ def test_a_rank_that_closed_is_named_at_once_but_may_leave_a_finished_call():
 
 
 def test_keyboard_interrupt_leaves_a_wait_and_tells_the_peers():
-    processes = start_job(2, """
+    processes = start_job(
+        2,
+        """
         comm = gar.init(timeout=60)
         comm.allreduce(np.ones(3))
         if comm.rank == 0:
@@ -182,7 +238,8 @@ def test_keyboard_interrupt_leaves_a_wait_and_tells_the_peers():
         else:
             time.sleep(1.5)
             report(error_of(lambda: comm.allreduce(np.ones(3))))
-    """)
+    """,
+    )
     first = processes[0].stdout.readline()
     assert "waiting" in first
     time.sleep(0.1)  # the signal may come before or inside the wait: both must work
@@ -198,7 +255,9 @@ def test_abort_from_another_thread_ends_a_call_in_bounded_time(ranks):
 
     import gpuallreduce as gar
 
-    job = run_job(2, """
+    job = run_job(
+        2,
+        """
         import threading
         comm = gar.init(timeout=60)
         comm.allreduce(np.ones(3))
@@ -213,7 +272,8 @@ def test_abort_from_another_thread_ends_a_call_in_bounded_time(ranks):
         comm.abort()
         comm.close()
         comm.close()
-    """)
+    """,
+    )
     for rank in job:
         assert rank.reports[0][0] == "Aborted"
         assert "aborted" in rank.reports[0][1]
@@ -231,17 +291,27 @@ def test_closed_communicators_say_so(ranks):
 
     comm = ranks(2)
     comm.close()
-    for call in (comm.barrier, lambda: comm.allreduce([np.ones(2)] * 2), lambda: comm.empty(3), lambda: comm.plan([np.ones(2)] * 2)):
+    for call in (
+        comm.barrier,
+        lambda: comm.allreduce([np.ones(2)] * 2),
+        lambda: comm.empty(3),
+        lambda: comm.plan([np.ones(2)] * 2),
+    ):
         with pytest.raises(gar.Closed):
             call()
 
 
 def test_start_up_without_a_rank_names_it():
-    job = finish_job(start_job(3, """
+    job = finish_job(
+        start_job(
+            3,
+            """
         if os.environ["GPUALLREDUCE_RANK"] == "1":
             sys.exit(0)
         report(error_of(lambda: gar.init(timeout=1.5)))
-    """))
+    """,
+        )
+    )
     for number in (0, 2):
         kind, text = job[number].reports[0]
         assert kind == "Timeout"
@@ -249,12 +319,19 @@ def test_start_up_without_a_rank_names_it():
 
 
 def test_a_rank_that_cannot_start_fails_the_others_and_is_named():
-    job = finish_job(start_job(3, """
+    job = finish_job(
+        start_job(
+            3,
+            """
         import resource
         if os.environ["GPUALLREDUCE_RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
         report(error_of(lambda: gar.init(timeout=20)))
-    """, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"))
+    """,
+            OPENBLAS_NUM_THREADS="1",
+            OMP_NUM_THREADS="1",
+        )
+    )
     for rank in job:
         kind, text = rank.reports[0]
         assert kind == "DeviceError"
@@ -262,7 +339,9 @@ def test_a_rank_that_cannot_start_fails_the_others_and_is_named():
 
 
 def test_a_forked_child_does_not_join_its_parents_calls():
-    job = run_job(2, """
+    job = run_job(
+        2,
+        """
         comm = gar.init(timeout=30)
         comm.allreduce(np.ones(3))
         child = os.fork()
@@ -276,20 +355,24 @@ def test_a_forked_child_does_not_join_its_parents_calls():
         x = np.ones(3)
         comm.allreduce(x)
         report(x.tolist())
-    """)
+    """,
+    )
     for rank in job:
         assert rank.reports == [0, [2.0, 2.0, 2.0]]
 
 
 def test_symmetric_sizes_must_agree():
-    job = run_job(2, """
+    job = run_job(
+        2,
+        """
         comm = gar.init(timeout=20)
         report(error_of(lambda: comm.empty(10 + comm.rank)))
         x = comm.empty(10)
         x[...] = comm.rank + 1
         comm.allreduce(x)
         report(x.tolist())
-    """)
+    """,
+    )
     for rank in job:
         assert rank.reports[0][0] == "MismatchError"
         assert "[40, 44]" in rank.reports[0][1]
@@ -297,7 +380,9 @@ def test_symmetric_sizes_must_agree():
 
 
 def test_symmetric_memory_is_given_back_when_its_array_is_gone():
-    job = run_job(2, """
+    job = run_job(
+        2,
+        """
         comm = gar.init(timeout=20)
         def mapped():
             return sum("memfd:gpuallreduce" in line for line in open("/proc/self/maps"))
@@ -308,7 +393,8 @@ def test_symmetric_memory_is_given_back_when_its_array_is_gone():
             del x
         report(mapped() - before)
         report(len(os.listdir("/proc/self/fd")))
-    """)
+    """,
+    )
     for rank in job:
         assert rank.reports[0] == 0
         assert rank.reports[1] < 40

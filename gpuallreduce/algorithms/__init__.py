@@ -1,4 +1,5 @@
-"""The algorithms, in the order in which ties are decided. To add one: a file here, its kernel, and a line below.
+"""The algorithms, in the order in which ties are decided. To add one: a file here, its kernel, and
+a line below.
 
 An algorithm is geometry without devices: it knows nothing of memory, streams or processes.
 """

@@ -1,4 +1,5 @@
-"""What every algorithm answers: can it serve a request, how long would it take, which kernel does it run.
+"""What every algorithm answers: can it serve a request, how long would it take, which kernel does
+it run.
 
 Knows nothing of any algorithm in particular.
 """
@@ -16,7 +17,8 @@ __all__ = ["Algorithm", "host_copy_us", "reduce_kernel"]
 
 MAX_UNROLLED_RANKS = 8  # kernels for more ranks loop over them at run time
 
-# Host devices, measured with bench/allreduce_perf on two cores; only the ratios decide, so the machine hardly matters.
+# Host devices, measured with bench/allreduce_perf on two cores; only the ratios decide, so the
+# machine hardly matters.
 HOST_BYTES_PER_US = 9000.0  # one core copying or folding arrays that lie in its caches
 HOST_CALL_US = 0.35
 HOST_FLAG_US = 0.15  # one word seen by a rank on another core
@@ -33,7 +35,9 @@ class Algorithm(Protocol):
         """None if it can serve the request, else the reason why not."""
 
     def accesses(self, request: Request) -> tuple[str, ...]:
-        """``staged`` and ``direct``, as far as it has them for this request; the preferred one first."""
+        """``staged`` and ``direct``, as far as it has them for this request; the preferred one
+        first.
+        """
 
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
         """Estimated time of one call in microseconds."""
@@ -54,7 +58,9 @@ class Algorithm(Protocol):
         """Bytes that one rank sends to its peers in a call (the largest over the ranks)."""
 
 
-def reduce_kernel(header: str, symbol: str, template: str, request: Request, *, unrolled: bool) -> Kernel:
+def reduce_kernel(
+    header: str, symbol: str, template: str, request: Request, *, unrolled: bool
+) -> Kernel:
     """The instantiation of a reducing kernel for a request.
 
     Args:

@@ -1,6 +1,8 @@
-"""One-shot: every rank hands its data to its peers directly. All-reduce and the other collectives in one exchange.
+"""One-shot: every rank hands its data to its peers directly. All-reduce and the other collectives
+in one exchange.
 
-Geometry only; the kernels are in ``kernels/one_shot.cuh``. A rank sends (p-1) n bytes for all-reduce; rank order.
+Geometry only; the kernels are in ``kernels/one_shot.cuh``. A rank sends (p-1) n bytes for
+all-reduce; rank order.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _MOVING = {
     "broadcast": ("broadcast", "exchange<Broadcast<{word}>>"),
     "barrier": ("broadcast", "exchange<Broadcast<{word}>>"),
 }
-# Words that move elements without looking at them; a 16-byte element is a pair of doubles to nobody here.
+# Words that move elements without looking at them; a 16-byte element is a pair of doubles to nobody
+# here.
 _WORDS = {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t", 16: "Complex<double>"}
 
 
@@ -52,7 +55,9 @@ class OneShot:
         return HOST_CALL_US + HOST_FLAG_US * (p - 1) * topology.sharing + moved
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
-        """Small arrays in a few chunks, so that staging and folding overlap; larger ones in cache-sized chunks."""
+        """Small arrays in a few chunks, so that staging and folding overlap; larger ones in
+        cache-sized chunks.
+        """
         return 8 << 10 if request.nbytes <= 16 << 10 else 64 << 10
 
     def kernel(self, request: Request, access: str) -> Kernel:
@@ -62,7 +67,9 @@ class OneShot:
             return reduce_kernel("one_shot.cuh", symbol, template, request, unrolled=True)
         symbol, template = _MOVING[request.collective]
         word = _WORDS[request.dtype.itemsize]
-        return Kernel(f"{symbol}_{request.dtype.itemsize}", "one_shot.cuh", template.format(word=word))
+        return Kernel(
+            f"{symbol}_{request.dtype.itemsize}", "one_shot.cuh", template.format(word=word)
+        )
 
     def region(self, request: Request) -> Region:
         """All of these collectives take the same steps through the same slots."""

@@ -1,4 +1,5 @@
-"""Ring: every rank talks to its two neighbours only. Order any (Patarasuk & Yuan 2009), or rank order as a chain.
+"""Ring: every rank talks to its two neighbours only. Order any (Patarasuk & Yuan 2009), or rank
+order as a chain.
 
 Geometry only; the kernels are in ``kernels/ring.cuh``.
 """
@@ -47,7 +48,11 @@ class Ring:
             hops, moved = 2 * (p - 1), 5 * n * (p - 1) / p
         else:
             hops, moved = 2 * (p - 1), n * (3 + 2 * _widening(request))
-        return HOST_CALL_US + HOST_FLAG_US * (p - 1 + 2 * hops) * topology.sharing + host_copy_us(moved, topology)
+        return (
+            HOST_CALL_US
+            + HOST_FLAG_US * (p - 1 + 2 * hops) * topology.sharing
+            + host_copy_us(moved, topology)
+        )
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """Small enough to fill the pipeline, large enough to hide a flag."""

@@ -34,13 +34,17 @@ class TwoShot:
         return ("direct", "staged") if request.direct else ("staged",)
 
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
-        """Direct moves 2n a rank and meets twice; staged moves each byte about five times and meets twice."""
+        """Direct moves 2n a rank and meets twice; staged moves each byte about five times and meets
+        twice.
+        """
         p, n = request.nranks, request.nbytes
         flags = 2 * HOST_FLAG_US * (p - 1) * topology.sharing
         if access == "direct":
             return HOST_CALL_US + flags + host_copy_us(2 * n, topology)
         remote = n * (p - 1) / p
-        return HOST_CALL_US + flags + host_copy_us(2 * remote + 2 * n / p + n + 2 * remote, topology)
+        return (
+            HOST_CALL_US + flags + host_copy_us(2 * remote + 2 * n / p + n + 2 * remote, topology)
+        )
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """One rank's slice of a round."""

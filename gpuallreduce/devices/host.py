@@ -1,4 +1,5 @@
-"""Host devices: ranks on processor cores, arrays in NumPy memory, kernels compiled by the system's C++ compiler.
+"""Host devices: ranks on processor cores, arrays in NumPy memory, kernels compiled by the system's
+C++ compiler.
 
 Knows nothing of algorithms, plans or other ranks: it loads kernels and launches them.
 """
@@ -18,7 +19,9 @@ from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
 
 __all__ = ["HostDevice"]
 
-PREPARED_LIMIT = 4096  # prepared calls kept; a program that never repeats a size must not grow without end
+PREPARED_LIMIT = (
+    4096  # prepared calls kept; a program that never repeats a size must not grow without end
+)
 
 
 @functools.cache
@@ -75,8 +78,8 @@ class HostDevice:
     """The launcher of one communicator's local ranks.
 
     Attributes:
-        call: ``call(array, out, op)`` runs a prepared all-reduce; it answers the result array, None if no such call
-            was prepared, and False if a rank gave up.
+        call: ``call(array, out, op)`` runs a prepared all-reduce; it answers the result array, None
+            if no such call was prepared, and False if a rank gave up.
         forked: True in a child of the process that made it.
     """
 
@@ -117,8 +120,8 @@ class HostDevice:
         """Makes `call` run this launch for every array with this dtype object, operator and size.
 
         Args:
-            symmetric: addresses of input and output where peers use them too, else 0: then they are part of what
-                must be equal.
+            symmetric: addresses of input and output where peers use them too, else 0: then they are
+                part of what must be equal.
         """
         if self._prepared >= PREPARED_LIMIT:
             self.forget()
@@ -166,7 +169,9 @@ _live: weakref.WeakSet[HostDevice] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child has none of the launcher's threads and must not take part in its parent's calls."""
+    """A forked child has none of the launcher's threads and must not take part in its parent's
+    calls.
+    """
     for device in list(_live):
         device.forked = True
         device.close()

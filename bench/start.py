@@ -1,0 +1,100 @@
+"""Puts each rank in a process of its own: by our launcher, or by mpirun where MPI takes part.
+
+Knows nothing of what they measure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from gpuallreduce.bootstrap.environment import identify
+from gpuallreduce.bootstrap.launch import launch
+from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.topology import available_cores
+
+from .arguments import to_argv
+from .options import Options
+from .peers import HOW_TO_INSTALL
+
+__all__ = ["mpirun_command", "must_start", "start"]
+
+MODULE = "gpuallreduce.bench.allreduce_perf"
+WITHOUT_MPI = ("gpuallreduce run", "torchrun")
+
+
+def must_start(options: Options, environ: Mapping[str, str]) -> bool:
+    """Whether processes are asked for and this one is not yet one of them.
+
+    Raises:
+        InvalidArgument: a launcher has started this process, and not as the options say.
+    """
+    here = identify(environ)
+    if here.source == "single process":
+        return options.processes is not None or bool(options.peers)
+    if options.processes not in (None, here.nranks):
+        raise InvalidArgument(
+            f"--processes {options.processes}, but {here.source} started {here.nranks}: leave "
+            "--processes out, or the launcher"
+        )
+    if options.ranks is not None and here.nranks > 1:
+        raise InvalidArgument(
+            f"-g {options.ranks} counts ranks of one process, but {here.source} started "
+            f"{here.nranks}, one rank each: leave -g out"
+        )
+    if options.peers and here.source in WITHOUT_MPI:
+        raise InvalidArgument(
+            f"--peer mpi, but {here.source} started this process: leave the launcher out (then "
+            "mpirun is called), or use mpirun"
+        )
+    return False
+
+
+def in_processes(options: Options, environ: Mapping[str, str]) -> bool:
+    """Whether this process holds one rank of several processes (or of one, if asked for)."""
+    here = identify(environ)
+    asked = options.processes is not None or bool(options.peers)
+    return here.nranks > 1 or (here.source != "single process" and asked)
+
+
+def start(options: Options) -> int:
+    """Runs the benchmark in processes; returns the status of the whole.
+
+    Raises:
+        NotSupported: MPI is asked for and is not there; says what to install.
+    """
+    nranks = options.processes or max(2, available_cores())
+    command = [sys.executable, "-m", MODULE, *to_argv(options)]
+    if not options.peers:
+        return launch(nranks, command, prefix=False)
+    mpirun, version = _find_mpirun()
+    wrapped = mpirun_command(mpirun, version, nranks, available_cores())
+    sys.stdout.flush()
+    return subprocess.run([*wrapped, *command], check=False).returncode
+
+
+def mpirun_command(mpirun: str, version: str, nranks: int, cores: int) -> list[str]:
+    """mpirun and its options: a core for each rank where there are enough."""
+    command = [mpirun, "-n", str(nranks)]
+    open_mpi = "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version
+    if nranks <= cores:
+        return [*command, "--bind-to" if open_mpi else "-bind-to", "core"]
+    # Other launchers take more ranks than cores as they are.
+    return [*command, "--oversubscribe", "--bind-to", "none"] if open_mpi else command
+
+
+def _find_mpirun() -> tuple[str, str]:
+    if importlib.util.find_spec("mpi4py") is None:
+        raise NotSupported(f"--peer mpi needs mpi4py, which is not installed: {HOW_TO_INSTALL}")
+    mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
+    if mpirun is None:
+        raise NotSupported(
+            f"--peer mpi needs mpirun, and there is none on {os.environ.get('PATH', 'PATH')}: "
+            f"{HOW_TO_INSTALL}"
+        )
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return mpirun, done.stdout + done.stderr

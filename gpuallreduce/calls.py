@@ -1,0 +1,226 @@
+"""From bound arrays to a finished call: the request, its plan kept for the next time, and the run.
+
+Knows nothing of how arguments were checked, nor of kernels and words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuallreduce import tuner
+from gpuallreduce.args import GarArgs
+from gpuallreduce.arrays import Bound, copy_to_output
+from gpuallreduce.devices.host import HostDevice
+from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.memory import SymmetricBuffer
+from gpuallreduce.orchestrator import Addresses, Orchestrator
+from gpuallreduce.plan import ORDERS, Plan, Request
+from gpuallreduce.symmetric import SymmetricBuffers, address_table
+from gpuallreduce.topology import Topology
+from gpuallreduce.transport import Transport
+from gpuallreduce.tuner import Forced
+from gpuallreduce.types import dtype_of, op_of, reduction
+
+__all__ = ["Calls", "Options"]
+
+MAX_CHANNELS = 4
+CACHED_PLANS = 4096
+NOT_FORCED = Forced()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call asks for beside its arrays.
+
+    Attributes:
+        op: name of the operator.
+        forced: what the tuner may not decide.
+        order: ``rank``, ``any``, or None for ``rank``.
+        root: for broadcast and reduce.
+        blocks: blocks of an input that holds one for every rank.
+        timeout: seconds that one wait may last; None: the communicator's.
+        parts: counts of the arrays that were packed together.
+    """
+
+    op: str = "sum"
+    forced: Forced = NOT_FORCED
+    order: str | None = None
+    root: int = 0
+    blocks: int = 1
+    timeout: float | None = None
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A plan and its kernel arguments on every local rank, reused by calls of the same request."""
+
+    plan: Plan
+    args: tuple[GarArgs, ...]
+
+
+def _digest(values: tuple[int, ...]) -> int:
+    """0 for the plain case of arrays in C order, else a number that tells values apart."""
+    if not any(values):
+        return 0
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+class Calls:
+    """Runs the calls of one communicator on its local ranks.
+
+    Attributes:
+        timeout: seconds that one wait may last; None: no limit. After a change call ``forget``.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: HostDevice,
+        topology: Topology,
+        *,
+        timeout: float | None,
+    ) -> None:
+        self.transport = transport
+        self.device = device
+        self.topology = topology
+        self.timeout = timeout
+        self.orchestrator = Orchestrator(transport, device, topology, max_channels=MAX_CHANNELS)
+        self.symmetric = SymmetricBuffers()
+        self._plans: dict[Any, _Prepared] = {}
+
+    def forget(self) -> None:
+        """Drops kept plans: something that they depend on has changed."""
+        self._plans.clear()
+        self.device.forget()
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """A symmetric buffer; a collective."""
+        return self.transport.allocate(nbytes, purpose="symmetric buffer")
+
+    def adopt(self, buffer: SymmetricBuffer) -> None:
+        """Lets arrays over the buffer be used without staging. One local rank."""
+        rank = self.transport.ranks[0]
+        self.device.add_symmetric(buffer.addresses[rank], buffer.nbytes)
+        self.symmetric.add(buffer, rank)
+
+    def request(self, collective: str, bounds: Sequence[Bound], options: Options) -> Request:
+        """What the arrays and options ask for.
+
+        Raises:
+            InvalidArgument: dtype, operator or order does not exist.
+        """
+        order = "rank" if options.order is None else options.order
+        if order not in ORDERS:
+            raise InvalidArgument(f"order={order!r} does not exist; there are {', '.join(ORDERS)}")
+        return Request(
+            collective=collective,
+            dtype=dtype_of(bounds[0].result.dtype),
+            op=op_of(options.op),
+            count=bounds[0].count // options.blocks,
+            nranks=self.topology.nranks,
+            order=order,
+            direct=self._is_direct(bounds),
+            in_place=all(bound.in_place for bound in bounds),
+            root=options.root,
+        )
+
+    def decide(self, request: Request, forced: Forced) -> Plan:
+        """The tuner's plan for a request.
+
+        Raises:
+            InvalidArgument, NotSupported: the request cannot be served so.
+        """
+        return tuner.decide(
+            request,
+            self.topology,
+            forced,
+            max_channels=MAX_CHANNELS,
+            transport=self.transport.name,
+        )
+
+    def run(self, collective: str, bounds: Sequence[Bound], options: Options) -> None:
+        """Runs one call on all local ranks, and puts results where strided arrays want them.
+
+        Raises:
+            InvalidArgument, NotSupported, CompileError: nothing was sent.
+            MismatchError, Timeout, Aborted: the ranks are out of step for good.
+        """
+        request = self.request(collective, bounds, options)
+        if self.topology.nranks == 1:
+            reduction(request.dtype, request.op)
+            self.decide(request, options.forced)
+            copy_to_output(bounds[0])
+        else:
+            prepared = self._prepare(request, options)
+            addresses = self._addresses(prepared, bounds, options)
+            self.orchestrator.run(prepared.plan, prepared.args, addresses)
+            self._remember(prepared, bounds, options)
+        for bound in bounds:
+            if bound.finish is not None:
+                bound.finish()
+
+    def _is_direct(self, bounds: Sequence[Bound]) -> bool:
+        """Whether every rank can address these arrays."""
+        if self.topology.one_process:
+            return True
+        addresses = [address for bound in bounds for address in (bound.input, bound.output)]
+        return all(self.symmetric.find(address) is not None for address in addresses)
+
+    def _prepare(self, request: Request, options: Options) -> _Prepared:
+        timeout = self.timeout if options.timeout is None else options.timeout
+        key = (request, options.forced, timeout)
+        prepared = self._plans.get(key)
+        if prepared is None:
+            if len(self._plans) >= CACHED_PLANS:
+                self.forget()
+            plan = self.decide(request, options.forced)
+            args = tuple(
+                self.orchestrator.arguments(plan, rank, timeout_s=timeout)
+                for rank in self.transport.ranks
+            )
+            prepared = self._plans[key] = _Prepared(plan, args)
+        return prepared
+
+    def _addresses(
+        self, prepared: _Prepared, bounds: Sequence[Bound], options: Options
+    ) -> Addresses:
+        """The call's memory; also tells the kernels what else must agree between ranks."""
+        inputs = [bound.input for bound in bounds]
+        outputs = [bound.output for bound in bounds]
+        detail: tuple[int, ...] = (bounds[0].layout, *options.parts)
+        addresses = Addresses(inputs, outputs)
+        if prepared.plan.config.access == "direct" and self.topology.one_process:
+            addresses = Addresses(inputs, outputs, address_table(inputs), address_table(outputs))
+        elif prepared.plan.config.access == "direct":
+            source, target = self.symmetric.find(inputs[0]), self.symmetric.find(outputs[0])
+            # Both lie in buffers, or the plan would not be direct.
+            assert source is not None
+            assert target is not None
+            places = (source, target)
+            detail += tuple(n for place in places for n in (place.buffer.identity, place.offset))
+            addresses = Addresses(inputs, outputs, source.table(), target.table())
+        for args in prepared.args:
+            args.header.detail = _digest(detail)
+        return addresses
+
+    def _remember(self, prepared: _Prepared, bounds: Sequence[Bound], options: Options) -> None:
+        """Lets the next call of this dtype, operator and size take the device's short way."""
+        plan, bound = prepared.plan, bounds[0]
+        if plan.request.collective != "allreduce" or options != Options(op=options.op):
+            return
+        if len(bounds) != 1 or bound.layout != 0 or bound.finish is not None:
+            return
+        if plan.config.access == "direct":  # its tables of addresses live for one call only
+            return
+        self.device.prepare(
+            plan.kernel,
+            prepared.args[0],
+            dtype=bound.result.dtype,
+            op=options.op,
+            nbytes=bound.count * bound.result.dtype.itemsize,
+            in_place=bound.in_place,
+        )

@@ -1,0 +1,49 @@
+"""``gpuallreduce bench``: the all-reduce benchmark, with nccl-tests' options and table.
+
+Knows nothing of measuring; the work is done by ``gpuallreduce.bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_parser", "main"]
+
+_DESCRIPTION = """\
+Time all-reduce over a range of sizes, check its results and print nccl-tests' table.
+
+Sizes count bytes of one rank's array; K, M and G are powers of 1024. Out of place and in place are
+both measured. The exit status is 1 if any value was wrong.
+"""
+_EPILOG = """\
+examples:
+  gpuallreduce bench -b 1K -e 64M -f 4
+  gpuallreduce bench -b 1K -e 64M -f 4 --processes 2 --symmetric
+  gpuallreduce bench -b 1K -e 64M -f 4 --processes 2 --peer mpi --latency --plot bench.png
+"""
+
+
+def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
+    """Adds the command to the command line's parser."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time all-reduce, as nccl-tests' all_reduce_perf does",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # By name: in a checkout the folder lies beside this package, where type checkers do not look.
+    import_module("gpuallreduce.bench.arguments").add_arguments(parser)
+    parser.set_defaults(main=main)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs it; returns the exit status: 0, 1 if values were wrong, 2 if it cannot run as asked."""
+    return int(import_module("gpuallreduce.bench.allreduce_perf").command(args))

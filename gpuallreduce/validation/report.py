@@ -1,0 +1,160 @@
+"""Shows a summary to people and to programs.
+
+Pure formatting: knows nothing of how cases run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from gpuallreduce.checks import Deviation
+from gpuallreduce.types import DTYPES, OPS
+from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.summary import Failure, Summary
+
+__all__ = ["as_json", "as_text"]
+
+
+def as_text(summary: Summary, version: str) -> str:
+    """A table of dtypes and operators, the other collectives, all failures, and totals."""
+    lines = [
+        f"# gpuallreduce {version} validate: {summary.ranks}; {summary.level} cases, seed "
+        f"{summary.seed}",
+        *_table(summary),
+        *_lists(summary),
+    ]
+    for failure in summary.failures:
+        lines += _failure(failure)
+    failed = sum(bool(outcome.findings) for _, outcome in summary.results)
+    totals = f"# {len(summary.results)} cases, {failed} failed"
+    if summary.not_run:
+        totals += f", {summary.not_run} not run"
+    lines.append(f"{totals}; {summary.seconds:.1f} s: {'OK' if summary.succeeded else 'FAILED'}")
+    return "\n".join(lines)
+
+
+def as_json(summary: Summary, version: str) -> dict[str, Any]:
+    """The same as data."""
+    cells = _cells(summary)
+    return {
+        "version": version,
+        "ranks": summary.ranks,
+        "level": summary.level,
+        "seed": summary.seed,
+        "succeeded": summary.succeeded,
+        "seconds": round(summary.seconds, 3),
+        "cases": len(summary.results),
+        "failed": sum(bool(outcome.findings) for _, outcome in summary.results),
+        "not_run": summary.not_run,
+        "allreduce": {
+            dtype: {op: cells[d, op] for d, op in cells if d == dtype} for dtype, _ in cells
+        },
+        "worst_error": {dtype: worst._asdict() for dtype, worst in _worst(summary).items()},
+        "collectives": _count(summary, lambda case: case.collective),
+        "variants": _count(
+            summary, lambda case: case.variant if case.collective == "allreduce" else None
+        ),
+        "failures": [
+            {
+                "ncases": failure.ncases,
+                "smallest": dataclasses.asdict(failure.case),
+                "findings": [dataclasses.asdict(found) for found in failure.outcome.findings],
+            }
+            for failure in summary.failures
+        ],
+    }
+
+
+def _cells(summary: Summary) -> dict[tuple[str, str], str]:
+    """``ok``, ``refused`` or ``FAIL`` for each pair of dtype and operator that was all-reduced."""
+    cells: dict[tuple[str, str], str] = {}
+    for case, outcome in summary.results:
+        if case.collective == "allreduce":
+            pair = case.dtype, case.op
+            if outcome.findings or cells.get(pair) == "FAIL":
+                cells[pair] = "FAIL"
+            else:
+                cells[pair] = "refused" if case.refused else "ok"
+    return cells
+
+
+def _worst(summary: Summary) -> dict[str, Deviation]:
+    """For each dtype the error that came nearest to its bound."""
+    worst: dict[str, Deviation] = {}
+    for case, outcome in summary.results:
+        if case.reduces and not case.refused:
+            known = worst.setdefault(case.dtype, outcome.deviation)
+            if outcome.deviation.fraction > known.fraction:
+                worst[case.dtype] = outcome.deviation
+    return worst
+
+
+def _count(summary: Summary, name: Any) -> dict[str, dict[str, int]]:
+    """How many cases of each name were run, and failed."""
+    counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"cases": 0, "failed": 0})
+    for case, outcome in summary.results:
+        key = None if case.refused else name(case)
+        if key is not None:
+            counts[key]["cases"] += 1
+            counts[key]["failed"] += bool(outcome.findings)
+    return dict(counts)
+
+
+def _table(summary: Summary) -> Iterator[str]:
+    cells, worst = _cells(summary), _worst(summary)
+    dtypes = [dtype for dtype in DTYPES if any(dtype == row for row, _ in cells)]
+    ops = [op for op in OPS if any(op == column for _, column in cells)]
+    if not cells:
+        return
+    yield f"# {'dtype':<13}" + "".join(f"{op:>8}" for op in ops) + "   worst error / its bound"
+    for dtype in dtypes:
+        row = "".join(f"{cells.get((dtype, op), '-'):>8}" for op in ops)
+        yield f"  {dtype:<13}{row}   {_error(worst.get(dtype))}".rstrip()
+
+
+def _error(worst: Deviation | None) -> str:
+    if worst is None:
+        return ""
+    if worst.fraction == 0:
+        return "exact"
+    return f"{worst.error:.2e} / {worst.bound:.2e} = {worst.fraction:.3f}"
+
+
+def _lists(summary: Summary) -> Iterator[str]:
+    for title, name in (
+        ("cases by collective", lambda case: case.collective),
+        (
+            "all-reduce by variant",
+            lambda case: case.variant if case.collective == "allreduce" else None,
+        ),
+    ):
+        parts = []
+        for key, count in _count(summary, name).items():
+            bad = f" ({count['failed']} FAIL)" if count["failed"] else ""
+            parts.append(f"{key} {count['cases']}{bad}")
+        if parts:
+            yield f"# {title}: {', '.join(parts)}"
+
+
+def _failure(failure: Failure) -> Iterator[str]:
+    case = failure.case
+    what = case.collective + (f" {case.op}" if case.reduces else "") + f" {case.dtype}"
+    if case.collective == "allreduce" and not case.refused:
+        what += f" {case.variant}"
+    cases = "1 case" if failure.ncases == 1 else f"{failure.ncases} cases"
+    yield f"FAIL {what}: {cases}; the smallest known: {_describe(case)}"
+    for finding in failure.outcome.findings:
+        first, *rest = finding.message.splitlines()
+        yield f"     {finding.check}: {first}" + (f" [and {len(rest)} lines]" if rest else "")
+
+
+def _describe(case: Case) -> str:
+    parts = [f"count={case.count}", "in place" if case.in_place else "out of place"]
+    parts += [f"offset={case.offset}"] if case.offset else []
+    parts += [f"chunk_bytes={case.chunk_bytes}"] if case.chunk_bytes is not None else []
+    parts += [f"nchannels={case.nchannels}"] if case.nchannels is not None else []
+    parts += [f"root={case.root}"] if case.collective in ("reduce", "broadcast") else []
+    return ", ".join(parts)

@@ -1,0 +1,136 @@
+"""The two places where cases run: ranks that are threads of this process, or a process each.
+
+Knows nothing of what cases check or of how outcomes are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gpuallreduce.bootstrap.launch import launch
+from gpuallreduce.checks import Deviation
+from gpuallreduce.communicator import Communicator
+from gpuallreduce.topology import Topology, available_cores, host_topology
+from gpuallreduce.validation.build import Builder, kernel_of
+from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.run import Finding, Outcome
+from gpuallreduce.validation.session import run_cases
+
+__all__ = ["CALL_TIMEOUT_S", "ProcessRunner", "Runner", "ThreadRunner", "decode", "encode"]
+
+CALL_TIMEOUT_S = 30.0
+
+
+class Runner(Protocol):
+    """Somewhere to run cases."""
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """The outcomes of cases in their order; fewer if the ranks ended before the last."""
+
+    def describe(self) -> str:
+        """A few words on what the ranks are."""
+
+
+class _Base:
+    """What both have: how many ranks, which seed, and how many kernels were needed."""
+
+    def __init__(self, nranks: int, seed: int) -> None:
+        self.nranks, self.seed = nranks, seed
+        self.kernels = 0
+
+    def _builder(self, cases: Sequence[Case], topology: Topology) -> Builder:
+        kernels = (kernel_of(case, topology) for case in cases)
+        builder = Builder((kernel for kernel in kernels if kernel is not None), available_cores())
+        self.kernels = max(self.kernels, len(builder))
+        return builder
+
+
+class ThreadRunner(_Base):
+    """Ranks as threads of this process; cases run while later kernels compile."""
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """See Runner."""
+        topology = host_topology(self.nranks, cores=available_cores(), one_process=True)
+        with self._builder(cases, topology) as builder:
+            yield from run_cases(
+                cases,
+                lambda: Communicator(["host"] * self.nranks, timeout=CALL_TIMEOUT_S),
+                seed=self.seed,
+                before=lambda case: builder.wait(kernel_of(case, topology)),
+            )
+
+    def describe(self) -> str:
+        """See Runner."""
+        return f"{self.nranks} host ranks, threads of one process"
+
+
+class ProcessRunner(_Base):
+    """A process for each rank; all kernels compile first, so that no two ranks compile one."""
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """See Runner."""
+        topology = host_topology(self.nranks, cores=available_cores(), one_process=False)
+        with self._builder(cases, topology) as builder:
+            for case in cases:
+                builder.wait(kernel_of(case, topology))
+        with tempfile.TemporaryDirectory(prefix="gpuallreduce-validate-") as name:
+            folder = Path(name)
+            rows = [dataclasses.asdict(case) for case in cases]
+            (folder / "cases.json").write_text(json.dumps({"seed": self.seed, "cases": rows}))
+            command = [sys.executable, "-m", "gpuallreduce.validation.worker", name]
+            status = launch(self.nranks, command, stdout=2)
+            if status >= 128 and status - 128 == 2:
+                raise KeyboardInterrupt
+            yield from self._gathered(folder, len(cases), status)
+
+    def describe(self) -> str:
+        """See Runner."""
+        return f"{self.nranks} host ranks, a process each"
+
+    def _gathered(self, folder: Path, ncases: int, status: int) -> Iterator[Outcome]:
+        ranks = [_lines(folder / f"rank-{rank}.jsonl") for rank in range(self.nranks)]
+        done = min(len(lines) for lines in ranks)
+        for index in range(done):
+            yield _merged([decode(lines[index]) for lines in ranks])
+        if done < ncases:
+            late = [rank for rank, lines in enumerate(ranks) if len(lines) == done]
+            what = f"the job ended here with exit status {status}; ranks {late} had not finished"
+            yield Outcome([Finding("raised", what)])
+
+
+def encode(outcome: Outcome) -> str:
+    """An outcome as one line of text."""
+    return json.dumps(dataclasses.asdict(outcome))
+
+
+def decode(line: str) -> Outcome:
+    """The outcome that a line stands for."""
+    fields = json.loads(line)
+    findings = [Finding(**finding) for finding in fields.pop("findings")]
+    return Outcome(findings, Deviation(*fields.pop("deviation")), **fields)
+
+
+def _lines(path: Path) -> list[str]:
+    """The complete lines of a file that may not be there."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _merged(outcomes: list[Outcome]) -> Outcome:
+    """One outcome out of those of all ranks, whose results must be equal."""
+    merged = Outcome(digest=outcomes[0].digest)
+    for rank, outcome in enumerate(outcomes):
+        for finding in outcome.findings:
+            by = "" if finding.message.startswith("rank ") else f"rank {rank}: "
+            merged.note(finding.check, by + finding.message)
+        if outcome.deviation.fraction >= merged.deviation.fraction:
+            merged.deviation = outcome.deviation
+        if outcome.digest != merged.digest:
+            merged.note("ranks", "its result has other bits than rank 0's", rank=rank)
+    return merged

@@ -1,0 +1,62 @@
+"""Runs cases one after the other, on a new communicator where a case broke the last.
+
+Knows nothing of how a communicator comes to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from gpuallreduce.communicator import Communicator
+from gpuallreduce.errors import CompileError
+from gpuallreduce.validation.buffers import Arena
+from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.oracle import Oracle
+from gpuallreduce.validation.run import Finding, Outcome, run_case
+
+__all__ = ["run_cases"]
+
+_BROKEN_LIMIT = 5  # each may have cost a whole time limit
+
+
+def run_cases(
+    cases: Iterable[Case],
+    open_communicator: Callable[[], Communicator],
+    *,
+    seed: int,
+    with_arena: bool = False,
+    before: Callable[[Case], None] | None = None,
+) -> Iterator[Outcome]:
+    """Yields the outcome of each case, as soon as it is there; ends early if too many broke.
+
+    Args:
+        cases: on every rank the same.
+        open_communicator: makes the first communicator, and another after each case that broke it.
+        seed: of the inputs.
+        with_arena: make memory that peers can address.
+        before: called before each case; a CompileError of it becomes the case's outcome.
+    """
+    communicator = open_communicator()
+    broken = 0
+    try:
+        arena = Arena(communicator) if with_arena else None
+        oracle = Oracle(communicator.nranks, seed)
+        for case in cases:
+            try:
+                if before is not None:
+                    before(case)
+            except CompileError as error:
+                yield Outcome([Finding("raised", f"CompileError: {error}")])
+                continue
+            outcome = run_case(communicator, case, oracle, arena)
+            broken += outcome.broken
+            if broken == _BROKEN_LIMIT:
+                yield outcome
+                return
+            if outcome.broken:
+                communicator.close()
+                communicator = open_communicator()
+                arena = Arena(communicator) if with_arena else None
+            yield outcome
+    finally:
+        communicator.close()

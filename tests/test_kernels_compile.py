@@ -1,0 +1,177 @@
+"""Tests that every kernel compiles unchanged by all compilers: NVRTC, nvcc, g++ and clang++; without spills or warnings.
+
+Knows nothing of what kernels do. The kernels are those that the algorithms ask for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpuallreduce import jit
+from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.jit import Kernel
+from gpuallreduce.plan import Request
+from gpuallreduce.types import DTYPES, OPS
+
+pytestmark = pytest.mark.slow
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+RANKS = (2, 8, 9)  # unrolled for few and many, and known at run time only
+PAIRS = (
+    *(("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "prod"), ("uint8", "max")),
+    *(("float16", "min"), ("complex128", "prod"), ("int64", "bxor"), ("float8_e5m2", "sum")),
+    *(("float64", "max"), ("bool", "sum"), ("complex64", "prod"), ("int16", "min")),
+)
+# Algorithm, collective, order and access of every reducing kernel.
+SHAPES = (
+    ("one_shot", "allreduce", "rank", "staged"),
+    ("one_shot", "reduce", "rank", "staged"),
+    ("one_shot", "reduce_scatter", "rank", "staged"),
+    ("two_shot", "allreduce", "rank", "staged"),
+    ("two_shot", "allreduce", "rank", "direct"),
+    ("ring", "allreduce", "any", "staged"),
+    ("ring", "allreduce", "rank", "staged"),
+)
+MOVED = (("all_gather", "uint8"), ("all_gather", "complex128"), ("broadcast", "float16"), ("broadcast", "float64"))
+HOST_COMPILERS = ("g++", "clang++")
+# Included by the platform headers in the middle, after names that each target defines in its own way.
+FRAGMENTS = {"args.h", "lanes.cuh"}
+DEVICE_ONLY = {"platform_cuda.cuh"}
+HOST_ONLY = {"platform_host.cuh", "host.h"}
+# The runtime's flags less optimisation: enough for every warning of the front end.
+WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
+
+
+def ask(shape: tuple[str, str, str, str], dtype: str, op: str, nranks: int) -> Kernel:
+    """The kernel of one algorithm for one request."""
+    algorithm, collective, order, access = shape
+    request = Request(
+        collective, DTYPES[dtype], OPS[op], 1000, nranks, order=order, direct=access == "direct"
+    )
+    return ALGORITHMS[algorithm].kernel(request, access)
+
+
+def covering_kernels() -> list[Kernel]:
+    """Every shape for every kind of rank count, the element types and operators dealt out over them."""
+    pairs = itertools.cycle(PAIRS)
+    kernels = [ask(shape, *next(pairs), nranks) for shape in SHAPES for nranks in RANKS]
+    kernels += [
+        ask(("one_shot", collective, "rank", "staged"), dtype, "sum", 2)
+        for collective, dtype in MOVED
+    ]
+    return list({kernel.symbol: kernel for kernel in kernels}.values())
+
+
+KERNELS = covering_kernels()
+
+
+def on_all_cores(work: Callable[[Kernel], None], kernels: list[Kernel]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(work, kernels))
+
+
+def headers() -> list[str]:
+    folder = jit.kernels_folder()
+    return sorted(path.name for path in folder.iterdir() if path.suffix in (".cuh", ".h"))
+
+
+def need(present: object, what: str) -> None:
+    """Skips where a compiler is missing, except in CI: there it must not be."""
+    if present:
+        return
+    assert not os.environ.get("CI"), f"{what} is missing, and CI must have it"
+    pytest.skip(f"{what} is not installed")
+
+
+def test_the_covering_sample_holds_every_template() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in jit.kernels_folder().glob("*.cuh"))
+    collectives = set(re.findall(r"struct (\w+) : Exchange<T>", text))
+    functions = set(re.findall(r"GAR_DEVICE bool (\w+)\(const Block& block, const GarArgs& args\)", text))
+    used = set(re.findall(r"\w+", " ".join(kernel.expression for kernel in KERNELS)))
+    assert collectives and functions
+    assert collectives | functions <= used
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvrtc_compiles_every_kernel(arch: str) -> None:
+    need(importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None, "cuda-core")
+
+    def compile_one(kernel: Kernel) -> None:
+        cubin = jit.compile_cubin(kernel, arch)
+        assert cubin.startswith(b"\x7fELF")
+        assert kernel.symbol.encode() in cubin
+
+    on_all_cores(compile_one, KERNELS)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvcc_compiles_without_spills(arch: str, tmp_path: Path) -> None:
+    # The widest unrolling and the widest partials: what needs most registers.
+    chosen = [
+        ask(SHAPES[0], "float16", "sum", 8),
+        ask(SHAPES[3], "float8_e5m2", "max", 8),
+        ask(SHAPES[4], "complex128", "prod", 8),
+        ask(SHAPES[6], "float8_e4m3fn", "sum", 8),
+    ]
+
+    def compile_one(kernel: Kernel) -> None:
+        source = tmp_path / f"{kernel.symbol}.cu"
+        source.write_text(kernel.source, encoding="utf-8")
+        command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-fmad=false", "-Xptxas=-v"]
+        command += [f"-I{jit.kernels_folder()}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+        assert spilled and not any(map(int, spilled)), f"{kernel.symbol}: {done.stderr}"
+
+    on_all_cores(compile_one, chosen if arch == ARCHS[1] else chosen[:2])
+
+
+@pytest.mark.parametrize("compiler", HOST_COMPILERS)
+@pytest.mark.parametrize("header", sorted({kernel.header for kernel in KERNELS}))
+def test_host_compilers_have_no_warning(compiler: str, header: str, tmp_path: Path) -> None:
+    need(shutil.which(compiler), compiler)
+    source = tmp_path / "kernels.cpp"
+    source.write_text("".join(kernel.source for kernel in KERNELS if kernel.header == header))
+    command = [compiler, *WARNINGS, "-O1", *jit.KERNEL_FLAGS, f"-I{jit.kernels_folder()}"]
+    done = subprocess.run(
+        [*command, "-c", str(source), "-o", os.devnull], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("compiler", HOST_COMPILERS)
+@pytest.mark.parametrize("header", sorted({*headers()} - FRAGMENTS - DEVICE_ONLY))
+def test_header_compiles_alone_on_the_host(compiler: str, header: str, tmp_path: Path) -> None:
+    need(shutil.which(compiler), compiler)
+    source = tmp_path / "alone.cpp"
+    source.write_text(f'#include "{header}"\n')
+    command = [compiler, *WARNINGS, "-fsyntax-only", f"-I{jit.kernels_folder()}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("header", sorted({*headers()} - FRAGMENTS - HOST_ONLY))
+def test_header_compiles_alone_for_gpus(header: str) -> None:
+    need(importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None, "cuda-core")
+    nothing = "[](const Block&, const GarArgs&) { return true; }"
+    assert jit.compile_cubin(Kernel("alone", header, nothing), "sm_90")
+
+
+def test_fragments_are_included_by_platform_headers_only() -> None:
+    for path in jit.kernels_folder().iterdir():
+        if path.suffix not in (".cuh", ".h", ".cpp"):
+            continue
+        included = set(re.findall(r'#include "(.*)"', path.read_text(encoding="utf-8")))
+        assert path.name.startswith("platform_") or not included & FRAGMENTS, path.name
