@@ -91,11 +91,13 @@ class Calls:
         self.orchestrator = Orchestrator(transport, device, topology, max_channels=MAX_CHANNELS)
         self.symmetric = SymmetricBuffers()
         self._plans: dict[Any, _Prepared] = {}
+        self._kept: list[Addresses] = []
 
     def forget(self) -> None:
         """Drops kept plans: something that they depend on has changed."""
         self._plans.clear()
         self.device.forget()
+        self._kept.clear()
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A symmetric buffer; a collective."""
@@ -105,7 +107,7 @@ class Calls:
         """Lets arrays over the buffer be used without staging. One local rank."""
         rank = self.transport.ranks[0]
         self.device.add_symmetric(buffer.addresses[rank], buffer.nbytes)
-        self.symmetric.add(buffer, rank)
+        self.symmetric.add(buffer, rank, gone=self.device.remove_symmetric)
 
     def request(self, collective: str, bounds: Sequence[Bound], options: Options) -> Request:
         """What the arrays and options ask for.
@@ -158,7 +160,7 @@ class Calls:
             prepared = self._prepare(request, options)
             addresses = self._addresses(prepared, bounds, options)
             self.orchestrator.run(prepared.plan, prepared.args, addresses)
-            self._remember(prepared, bounds, options)
+            self._remember(prepared, bounds, addresses, options)
         for bound in bounds:
             if bound.finish is not None:
                 bound.finish()
@@ -207,20 +209,32 @@ class Calls:
             args.header.detail = _digest(detail)
         return addresses
 
-    def _remember(self, prepared: _Prepared, bounds: Sequence[Bound], options: Options) -> None:
+    def _remember(
+        self,
+        prepared: _Prepared,
+        bounds: Sequence[Bound],
+        addresses: Addresses,
+        options: Options,
+    ) -> None:
         """Lets the next call of this dtype, operator and size take the device's short way."""
         plan, bound = prepared.plan, bounds[0]
         if plan.request.collective != "allreduce" or options != Options(op=options.op):
             return
-        if len(bounds) != 1 or bound.layout != 0 or bound.finish is not None:
+        if any(each.layout != 0 or each.finish is not None for each in bounds):
             return
-        if plan.config.access == "direct":  # its tables of addresses live for one call only
+        if len({each.in_place for each in bounds}) > 1:
             return
+        symmetric = (0, 0)
+        if not self.topology.one_process:
+            found = [self.symmetric.find(address) for address in (bound.input, bound.output)]
+            symmetric = (bound.input if found[0] else 0, bound.output if found[1] else 0)
+            self._kept.append(addresses)  # the tables of a direct call
         self.device.prepare(
             plan.kernel,
-            prepared.args[0],
+            prepared.args,
             dtype=bound.result.dtype,
             op=options.op,
             nbytes=bound.count * bound.result.dtype.itemsize,
             in_place=bound.in_place,
+            symmetric=symmetric,
         )

@@ -77,11 +77,11 @@ class Communicator:
         self.nranks = transport.nranks
         self.ranks = transport.ranks
         self.topology = topology
-        self._device = HostDevice(spin=not topology.crowded)
+        self._device = HostDevice(nlocal=len(self.ranks), spin=not topology.crowded)
         self._calls = Calls(transport, self._device, topology, timeout=check_timeout(timeout))
         self._locals = LocalRanks(self.ranks, self.nranks)
         self._fuser = Fuser(len(self.ranks))
-        self._call = self._device.call if len(self.ranks) == 1 < self.nranks else _no_call
+        self._call = self._device.call if self.nranks > 1 else _no_call
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()

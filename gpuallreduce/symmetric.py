@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpuallreduce.memory import SharedPages, SymmetricBuffer
@@ -40,14 +40,24 @@ class SymmetricBuffers:
     def __init__(self) -> None:
         self._by_address: dict[int, SymmetricBuffer] = {}
 
-    def add(self, buffer: SymmetricBuffer, rank: int) -> None:
-        """Takes charge of a buffer whose local pages the caller has handed out as an array."""
+    def add(self, buffer: SymmetricBuffer, rank: int, *, gone: Callable[[int], None]) -> None:
+        """Takes charge of a buffer whose local pages the caller has handed out as an array.
+
+        Args:
+            buffer: the buffer.
+            rank: the local rank.
+            gone: told where the buffer began when its last array is gone.
+        """
         begin = buffer.addresses[rank]
         mine: SharedPages = buffer.mappings[rank]
         # The caller's arrays own this rank's pages; when the last is gone, so are the peers'.
         buffer.mappings = tuple(pages for i, pages in enumerate(buffer.mappings) if i != rank)
         self._by_address[begin] = buffer
-        weakref.finalize(mine, self._by_address.pop, begin, None)
+        weakref.finalize(mine, self._end, begin, gone)
+
+    def _end(self, begin: int, gone: Callable[[int], None]) -> None:
+        self._by_address.pop(begin, None)
+        gone(begin)
 
     def find(self, address: int) -> Place | None:
         """Where an address lies, if it lies in a buffer."""

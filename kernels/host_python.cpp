@@ -37,6 +37,10 @@ PyObject* PyErr_Occurred(void);
 void PyErr_Clear(void);
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
+PySsize PyList_Size(PyObject*);
+PyObject* PyList_GetItem(PyObject*, PySsize);
+PyObject* PyObject_Type(PyObject*);
+extern PyObject PyList_Type;
 extern PyObject _Py_NoneStruct, _Py_FalseStruct, _Py_TrueStruct;
 }
 static constexpr int kFastCall = 0x0080;  // METH_FASTCALL
@@ -50,7 +54,7 @@ struct PyArrayInterface {
   void* data;
   PyObject* descr;
 };
-enum { kContiguous = 0x1, kAligned = 0x100, kNative = 0x200, kWriteable = 0x400 };
+enum { kContiguous = 0x1, kNative = 0x200, kWriteable = 0x400 };
 
 namespace gar {
 
@@ -68,9 +72,10 @@ struct CallKey {
   }
   bool operator==(const CallKey& o) const { return !(*this < o) && !(o < *this); }
 };
+// What runs then: the same kernel on every local rank.
 struct Prepared {
-  GarLaunch launch;
-  GarArgs args;
+  GarKernel kernel;
+  std::vector<GarArgs> args;
 };
 
 // A connection whose end means that a rank's process is gone.
@@ -80,16 +85,17 @@ struct Watched {
 };
 
 struct HostCalls {
-  Workers workers;
   std::mutex running;  // one call at a time: the order of calls is part of what ranks must agree on
   std::map<CallKey, Prepared> prepared;
   std::map<uint64_t, uint64_t> symmetric;  // begin -> end of each symmetric buffer
   CallKey last_key = {};
-  Prepared* last = nullptr;
+  const Prepared* last = nullptr;
+  const size_t nlocal;  // ranks of this process: a call brings one array, or a list with one for each of several
+  Workers workers;
   std::atomic<bool> closed{false};
   std::vector<Watched> watched;
   GarArgs marks = {};  // segments and offsets of the reports
-  explicit HostCalls(bool spin) : workers(spin) {}
+  HostCalls(bool spin, size_t local_ranks) : nlocal(local_ranks), workers(spin) {}
 
   bool run(const GarLaunch* launches, uint32_t count) {
     void* thread = PyEval_SaveThread();
@@ -133,6 +139,12 @@ static PyObject* none() {
   Py_IncRef(&_Py_NoneStruct);
   return &_Py_NoneStruct;
 }
+// A list itself, no subclass: whose items are what they seem.
+static bool is_list(PyObject* object) {
+  PyObject* type = PyObject_Type(object);
+  Py_DecRef(type);
+  return type == &PyList_Type;
+}
 static PyObject* boolean(bool value) {
   PyObject* object = value ? &_Py_TrueStruct : &_Py_FalseStruct;
   Py_IncRef(object);
@@ -161,7 +173,10 @@ class ArrayView {
     if (capsule_) Py_DecRef(capsule_);
   }
   ArrayView(const ArrayView&) = delete;
-  bool has(int flags) const { return memory && (memory->flags & flags) == flags; }
+  bool usable(bool writeable) const {
+    const int flags = kContiguous | kNative | (writeable ? kWriteable : 0);
+    return memory && (memory->flags & flags) == flags;
+  }
   bool same_shape(const ArrayView& o) const {
     if (dtype != o.dtype || memory->nd != o.memory->nd) return false;
     for (int i = 0; i < memory->nd; ++i)
@@ -177,44 +192,91 @@ class ArrayView {
   PyObject* capsule_ = nullptr;
 };
 
-// allreduce(array, out, op): out or array when a prepared launch ran, None when there is none, False when it gave up.
+// The array of one rank and where its result goes. False: the general path must look at it.
+struct Operands {
+  CallKey key = {};
+  const void* input = nullptr;
+  void* output = nullptr;
+  bool bind(const HostCalls& calls, PyObject* array, PyObject* target, PyObject* op) {
+    const ArrayView from(array);
+    const bool in_place = target == array;
+    if (!from.usable(in_place)) return false;
+    input = output = from.memory->data;
+    key = {from.dtype, op, from.nbytes, calls.if_symmetric(input), 0, in_place};
+    key.symmetric_output = key.symmetric_input;
+    if (in_place) return true;
+    const ArrayView to(target);
+    if (!to.usable(true) || !from.same_shape(to) || from.overlaps(to)) return false;
+    output = to.memory->data;
+    key.symmetric_output = calls.if_symmetric(output);
+    return true;
+  }
+};
+
+static const Prepared* find(HostCalls* calls, const CallKey& key) {
+  if (calls->last != nullptr && key == calls->last_key) return calls->last;
+  const auto found = calls->prepared.find(key);
+  if (found == calls->prepared.end()) return nullptr;
+  calls->last_key = key;
+  return calls->last = &found->second;
+}
+static bool gave_up(const GarArgs& args) {
+  const char* segment = static_cast<const char*>(args.segments[args.rank]);
+  return load_acquire(reinterpret_cast<const uint64_t*>(segment + args.abort_offset)) != 0;
+}
+static PyObject* outcome(bool succeeded, PyObject* result) {
+  if (succeeded) {
+    Py_IncRef(result);
+    return result;
+  }
+  return PyErr_Occurred() ? nullptr : boolean(false);
+}
+
+static PyObject* call_one(HostCalls* calls, PyObject* array, PyObject* target, PyObject* op) {
+  Operands operands;
+  if (!operands.bind(*calls, array, target, op)) return none();
+  const Prepared* prepared = find(calls, operands.key);
+  if (prepared == nullptr || gave_up(prepared->args[0])) return none();
+  GarArgs args = prepared->args[0];  // a copy: another thread may prepare while this one runs
+  args.input = operands.input;
+  args.output = operands.output;
+  const GarLaunch launch = {prepared->kernel, &args, 1};
+  return outcome(calls->run(&launch, 1), target);
+}
+
+// Lists with one array per local rank; all ranks live here, so their addresses are the peers' tables.
+static PyObject* call_list(HostCalls* calls, PyObject* arrays, PyObject* targets, PyObject* op) {
+  const size_t n = calls->nlocal;
+  for (PyObject* list : {arrays, targets})
+    if (!is_list(list) || size_t(PyList_Size(list)) != n) return none();
+  std::vector<Operands> operands(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (!operands[i].bind(*calls, PyList_GetItem(arrays, PySsize(i)), PyList_GetItem(targets, PySsize(i)), op))
+      return none();
+    if (!(operands[i].key == operands[0].key)) return none();
+  }
+  const Prepared* prepared = find(calls, operands[0].key);
+  if (prepared == nullptr || gave_up(prepared->args[0])) return none();
+  std::vector<GarArgs> args = prepared->args;
+  std::vector<GarLaunch> launches(n);
+  std::vector<void*> inputs(n), outputs(n);
+  for (size_t i = 0; i < n; ++i) {
+    inputs[i] = const_cast<void*>(args[i].input = operands[i].input);
+    outputs[i] = args[i].output = operands[i].output;
+    args[i].peer_inputs = inputs.data();
+    args[i].peer_outputs = outputs.data();
+    launches[i] = {prepared->kernel, &args[i], 1};
+  }
+  return outcome(calls->run(launches.data(), uint32_t(n)), targets);
+}
+
+// allreduce(arrays, out, op): out, or arrays, when a prepared launch ran; None when there is none; False when a rank
+// gave up.
 static PyObject* call(PyObject* self, PyObject* const* values, PySsize count) {
   HostCalls* calls = static_cast<HostCalls*>(PyCapsule_GetPointer(self, kCapsule));
   if (count != 3 || calls->closed.load(std::memory_order_relaxed)) return none();
   PyObject* target = values[1] == &_Py_NoneStruct ? values[0] : values[1];
-  const ArrayView input(values[0]);
-  if (!input.has(kContiguous | kAligned | kNative)) return none();
-  CallKey key = {input.dtype, values[2], input.nbytes, calls->if_symmetric(input.memory->data), 0, true};
-  void* output = input.memory->data;
-  if (target == values[0]) {
-    if (!input.has(kWriteable)) return none();
-    key.symmetric_output = key.symmetric_input;
-  } else {
-    const ArrayView out(target);
-    if (!out.has(kContiguous | kAligned | kNative | kWriteable) || !input.same_shape(out) || input.overlaps(out))
-      return none();
-    output = out.memory->data;
-    key.in_place = false;
-    key.symmetric_output = calls->if_symmetric(output);
-  }
-  if (calls->last == nullptr || !(key == calls->last_key)) {
-    const auto found = calls->prepared.find(key);
-    if (found == calls->prepared.end()) return none();
-    calls->last_key = key;
-    calls->last = &found->second;
-  }
-  Prepared launched = *calls->last;  // a copy: another thread may prepare while this one runs
-  const GarArgs& prepared = launched.args;
-  const char* segment = static_cast<const char*>(prepared.segments[prepared.rank]);
-  if (load_acquire(reinterpret_cast<const uint64_t*>(segment + prepared.abort_offset)) != 0) return none();
-  launched.args.input = input.memory->data;
-  launched.args.output = output;
-  launched.launch.args = &launched.args;
-  if (calls->run(&launched.launch, 1)) {
-    Py_IncRef(target);
-    return target;
-  }
-  return PyErr_Occurred() ? nullptr : boolean(false);
+  return (calls->nlocal == 1 ? call_one : call_list)(calls, values[0], target, values[2]);
 }
 
 // launch(address of GarLaunch[], count): True, or False when a rank gave up.
@@ -243,13 +305,13 @@ static void free_calls(PyObject* capsule) {
 // Called through ctypes.PyDLL, with the GIL held.
 extern "C" {
 // (calls, allreduce, launch): the state's address, and the two functions that keep it alive.
-PyObject* gar_host_new(int spin) {
+PyObject* gar_host_new(int spin, uint32_t nlocal) {
   using namespace gar;
   if (dtype_name == nullptr) {
     dtype_name = PyUnicode_InternFromString("dtype");
     struct_name = PyUnicode_InternFromString("__array_struct__");
   }
-  PyObject* state = PyCapsule_New(new HostCalls(spin != 0), kCapsule, free_calls);
+  PyObject* state = PyCapsule_New(new HostCalls(spin != 0, nlocal), kCapsule, free_calls);
   PyObject* result = PyTuple_New(3);
   PyTuple_SetItem(result, 1, PyCFunction_NewEx(&gar::call_method, state, nullptr));
   PyTuple_SetItem(result, 2, PyCFunction_NewEx(&gar::launch_method, state, nullptr));
@@ -260,18 +322,20 @@ static gar::HostCalls* calls_of(PyObject* state) {
   return static_cast<gar::HostCalls*>(PyCapsule_GetPointer(state, gar::kCapsule));
 }
 void gar_host_prepare(PyObject* state, PyObject* dtype, PyObject* op, uint64_t nbytes, int in_place,
-                      uint64_t symmetric_input, uint64_t symmetric_output, const GarLaunch* launch) {
+                      uint64_t symmetric_input, uint64_t symmetric_output, const GarLaunch* launches) {
   gar::HostCalls* calls = calls_of(state);
-  const gar::Prepared prepared = {*launch, *launch->args};
+  gar::Prepared prepared = {launches->kernel, {}};
+  for (size_t i = 0; i < calls->nlocal; ++i) prepared.args.push_back(*launches[i].args);
   const gar::CallKey key = {dtype, op, nbytes, symmetric_input, symmetric_output, in_place != 0};
-  if (calls->prepared.insert({key, prepared}).second) {
+  calls->last = nullptr;
+  if (calls->prepared.count(key) == 0) {
     Py_IncRef(dtype);
     Py_IncRef(op);
-  } else {
-    calls->prepared[key] = prepared;
   }
+  calls->prepared[key] = prepared;
 }
 void gar_host_add_symmetric(PyObject* state, uint64_t begin, uint64_t end) { calls_of(state)->symmetric[begin] = end; }
+void gar_host_remove_symmetric(PyObject* state, uint64_t begin) { calls_of(state)->symmetric.erase(begin); }
 void gar_host_forget(PyObject* state) {
   gar::HostCalls* calls = calls_of(state);
   calls->last = nullptr;

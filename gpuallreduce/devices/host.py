@@ -29,7 +29,7 @@ def _runtime() -> ctypes.PyDLL:
     """The launcher. PyDLL: its functions take Python objects and hold the interpreter's lock."""
     library = ctypes.PyDLL(str(compile_host_runtime()))
     library.gar_host_new.restype = ctypes.py_object
-    library.gar_host_new.argtypes = [ctypes.c_int]
+    library.gar_host_new.argtypes = [ctypes.c_int, ctypes.c_uint32]
     library.gar_host_poll_context.restype = ctypes.c_void_p
     library.gar_host_poll_context.argtypes = [ctypes.py_object]
     for name, arguments in {
@@ -42,6 +42,7 @@ def _runtime() -> ctypes.PyDLL:
             ctypes.POINTER(GarLaunch),
         ],
         "gar_host_add_symmetric": [ctypes.py_object, ctypes.c_uint64, ctypes.c_uint64],
+        "gar_host_remove_symmetric": [ctypes.py_object, ctypes.c_uint64],
         "gar_host_forget": [ctypes.py_object],
         "gar_host_close": [ctypes.py_object],
         "gar_host_drain": [ctypes.py_object],
@@ -86,9 +87,15 @@ class HostDevice:
     call: Callable[[Any, Any, Any], Any]
     forked: bool = False
 
-    def __init__(self, *, spin: bool) -> None:
+    def __init__(self, *, nlocal: int, spin: bool) -> None:
+        """Makes the launcher.
+
+        Args:
+            nlocal: ranks of this process.
+            spin: waiting threads may spin, since every rank has a core.
+        """
         self._library = _runtime()
-        self._state, self.call, self._launch = self._library.gar_host_new(int(spin))
+        self._state, self.call, self._launch = self._library.gar_host_new(int(spin), nlocal)
         self._prepared = 0
         address = ctypes.cast(self._library.gar_host_poll, ctypes.c_void_p).value
         self.poll = address or 0
@@ -109,7 +116,7 @@ class HostDevice:
     def prepare(
         self,
         kernel: Kernel,
-        args: GarArgs,
+        args: Sequence[GarArgs],
         *,
         dtype: Any,
         op: str,
@@ -126,9 +133,11 @@ class HostDevice:
         if self._prepared >= PREPARED_LIMIT:
             self.forget()
         self._prepared += 1
-        launch = GarLaunch(load(kernel), ctypes.pointer(args), 1)
+        launches = (GarLaunch * len(args))()
+        for launch, each in zip(launches, args, strict=True):
+            launch.kernel, launch.args, launch.nblocks = load(kernel), ctypes.pointer(each), 1
         self._library.gar_host_prepare(
-            self._state, dtype, op, nbytes, int(in_place), *symmetric, ctypes.byref(launch)
+            self._state, dtype, op, nbytes, int(in_place), *symmetric, launches
         )
 
     def forget(self) -> None:
@@ -151,6 +160,11 @@ class HostDevice:
         fds = (ctypes.c_int * count)(*connections.values())
         ranks = (ctypes.c_uint32 * count)(*connections)
         self._library.gar_host_watch(self._state, ctypes.byref(args), fds, ranks, count)
+
+    def remove_symmetric(self, begin: int) -> None:
+        """The buffer that began there is gone, and with it every prepared call."""
+        self._library.gar_host_remove_symmetric(self._state, begin)
+        self.forget()
 
     def close(self) -> None:
         """From now on `call` answers None."""
