@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.resources
 import os
 import platform
 import shlex
@@ -76,8 +75,10 @@ class Compiler:
 
 @functools.cache
 def kernels_folder() -> Path:
-    """Where the kernel sources lie."""
-    return Path(str(importlib.resources.files("gpuallreduce.kernels")))
+    """Where the kernel sources lie: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "kernels"
+    return inside if inside.is_dir() else package.parent / "kernels"
 
 
 def sources_digest(folder: Path) -> bytes:
@@ -138,8 +139,14 @@ def _store(path: Path, content: bytes) -> None:
     """Writes an entry whole: under a temporary name, then renamed, so that racing processes both
     succeed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    except OSError as error:
+        raise CompileError(
+            f"the cache folder {path.parent} cannot be written ({error}); set GPUALLREDUCE_CACHE to "
+            "a folder that can"
+        ) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content + hashlib.sha256(content).digest())

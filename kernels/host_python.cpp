@@ -365,8 +365,8 @@ void gar_host_store_release(uint64_t address, uint64_t value) {
 }
 // GarArgs::poll: looks for lost ranks and lets Python's signal handlers run; true if one raised.
 int gar_host_poll(void* context) {
+  const int held = PyGILState_Ensure();  // held while marking, too: each block of a rank polls from its own thread
   static_cast<gar::HostCalls*>(context)->mark_lost();
-  const int held = PyGILState_Ensure();
   const int raised = PyErr_CheckSignals();
   PyGILState_Release(held);
   return raised != 0;

@@ -1,6 +1,7 @@
 """Tests that the structs and constants that host and kernels share are the same on both sides.
 
-Knows nothing of what they mean: names come from the Python side, sizes and offsets from the compiler.
+Knows nothing of what they mean: names come from the Python side, sizes and offsets from the
+compiler.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def test_constants_are_those_of_both_sides() -> None:
     text = (jit.kernels_folder() / "primitives.cuh").read_text(encoding="utf-8")
     enumerators = re.findall(r"^enum : uint64_t \{(.*)\};", text, flags=re.MULTILINE)
     names = set(re.findall(r"(k\w+) =", " ".join(enumerators)))
-    assert names and names <= set(CONSTANTS)
+    assert names
+    assert names <= set(CONSTANTS)
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)

@@ -42,7 +42,12 @@ SHAPES = (
     ("ring", "allreduce", "any", "staged"),
     ("ring", "allreduce", "rank", "staged"),
 )
-MOVED = (("all_gather", "uint8"), ("all_gather", "complex128"), ("broadcast", "float16"), ("broadcast", "float64"))
+MOVED = (
+    ("all_gather", "uint8"),
+    ("all_gather", "complex128"),
+    ("broadcast", "float16"),
+    ("broadcast", "float64"),
+)
 HOST_COMPILERS = ("g++", "clang++")
 # Included by the platform headers in the middle, after names that each target defines in its own way.
 FRAGMENTS = {"args.h", "lanes.cuh"}
@@ -96,7 +101,9 @@ def need(present: object, what: str) -> None:
 def test_the_covering_sample_holds_every_template() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in jit.kernels_folder().glob("*.cuh"))
     collectives = set(re.findall(r"struct (\w+) : Exchange<T>", text))
-    functions = set(re.findall(r"GAR_DEVICE bool (\w+)\(const Block& block, const GarArgs& args\)", text))
+    functions = set(
+        re.findall(r"GAR_DEVICE bool (\w+)\(const Block& block, const GarArgs& args\)", text)
+    )
     used = set(re.findall(r"\w+", " ".join(kernel.expression for kernel in KERNELS)))
     assert collectives and functions
     assert collectives | functions <= used
@@ -104,7 +111,10 @@ def test_the_covering_sample_holds_every_template() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvrtc_compiles_every_kernel(arch: str) -> None:
-    need(importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None, "cuda-core")
+    need(
+        importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None,
+        "cuda-core",
+    )
 
     def compile_one(kernel: Kernel) -> None:
         cubin = jit.compile_cubin(kernel, arch)
@@ -129,7 +139,12 @@ def test_nvcc_compiles_without_spills(arch: str, tmp_path: Path) -> None:
         source = tmp_path / f"{kernel.symbol}.cu"
         source.write_text(kernel.source, encoding="utf-8")
         command = ["nvcc", "-cubin", f"-arch={arch}", "-std=c++17", "-fmad=false", "-Xptxas=-v"]
-        command += [f"-I{jit.kernels_folder()}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        command += [
+            f"-I{jit.kernels_folder()}",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         spilled = re.findall(r"(\d+) bytes spill", done.stderr)
@@ -164,7 +179,10 @@ def test_header_compiles_alone_on_the_host(compiler: str, header: str, tmp_path:
 
 @pytest.mark.parametrize("header", sorted({*headers()} - FRAGMENTS - HOST_ONLY))
 def test_header_compiles_alone_for_gpus(header: str) -> None:
-    need(importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None, "cuda-core")
+    need(
+        importlib.util.find_spec("cuda.core") if importlib.util.find_spec("cuda") else None,
+        "cuda-core",
+    )
     nothing = "[](const Block&, const GarArgs&) { return true; }"
     assert jit.compile_cubin(Kernel("alone", header, nothing), "sm_90")
 

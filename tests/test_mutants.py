@@ -31,7 +31,9 @@ def mutated(mutant: Mutant, folder: Path) -> Path:
     source = copy / mutant.file
     text = source.read_text(encoding="utf-8")
     found = text.count(mutant.old)
-    assert found == mutant.occurrences, f"{mutant.file} holds the text of '{mutant.name}' {found} times"
+    assert found == mutant.occurrences, (
+        f"{mutant.file} holds the text of '{mutant.name}' {found} times"
+    )
     source.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     return copy
 

@@ -58,7 +58,12 @@ def test_each_kernel_alone_has_no_race(block_threads: int, push: int) -> None:
 def test_many_chunks_through_the_fewest_slots_have_no_race() -> None:
     many = {"ncalls": 6, "counts": (9001,), "max_channels": 1}
     expect_clean(
-        Build(), [Scenario(nranks=nranks, kernels=(kernel,), **many) for kernel in KERNELS for nranks in (2, 5)]  # type: ignore[arg-type]
+        Build(),
+        [
+            Scenario(nranks=nranks, kernels=(kernel,), **many)
+            for kernel in KERNELS
+            for nranks in (2, 5)
+        ],  # type: ignore[arg-type]
     )
 
 
@@ -84,7 +89,14 @@ def test_ranks_that_give_up_leave_whole_reports(block_threads: int, ending: str)
     expect_clean(
         Build(block_threads=block_threads),
         [
-            Scenario(nranks=nranks, ncalls=3, ending=ending, kernels=FAILING_KERNELS, counts=(1001,), seed=seed)
+            Scenario(
+                nranks=nranks,
+                ncalls=3,
+                ending=ending,
+                kernels=FAILING_KERNELS,
+                counts=(1001,),
+                seed=seed,
+            )
             for nranks in RANKS
             for seed in (1, 2, 3)
         ],

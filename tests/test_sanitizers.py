@@ -25,23 +25,44 @@ pytestmark = pytest.mark.slow
 
 SANITIZERS = "address,undefined"
 # Empty, and round the edges of packs of every width, of cache lines and of chunks.
-COUNTS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1023, 1025)
+COUNTS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    257,
+    1023,
+    1025,
+)
 X86 = platform.machine() == "x86_64"
 MARCHES = ("x86-64", "x86-64-v3", "native") if X86 else ("native",)
 BUILDS = (
     ("Float16", "Avg", "x86-64"),
-    ("Float16", "Sum", "native"),
-    ("BFloat16", "Sum", "x86-64-v3"),
-    ("BFloat16", "Max", "native"),
+    ("BFloat16", "Sum", "native"),
     ("Float8E4M3FN", "Prod", "x86-64-v3"),
     ("Float8E5M2", "Min", "native"),
     ("uint8_t", "BitXor", "native"),
     ("int16_t", "Min", "x86-64"),
     ("uint64_t", "Prod", "x86-64-v3"),
     ("float", "Sum", "native"),
-    ("double", "Max", "x86-64"),
     ("Complex<double>", "Prod", "native"),
-    ("Complex<float>", "Prod", "x86-64-v3"),
 )
 SMALL_FLOATS = [row for row in DTYPES.values() if row.accumulator == "float32" != row.name]
 
@@ -96,7 +117,21 @@ def test_ranks_that_give_up_stay_in_bounds() -> None:
 
 def float32_sample() -> np.ndarray[Any, Any]:
     """Every upper half of a float32 with lower halves round the roundings of 16-bit floats, and random ones."""
-    edges = [0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001]
+    edges = [
+        0,
+        1,
+        0xFFF,
+        0x1000,
+        0x1001,
+        0x1FFF,
+        0x2000,
+        0x2FFF,
+        0x3000,
+        0x3001,
+        0x7FFF,
+        0x8000,
+        0x8001,
+    ]
     random = np.random.default_rng(1).integers(0, 1 << 16, 18)
     lower = np.concatenate([np.array([*edges, 0xFFFF]), random]).astype(np.uint32)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -134,7 +169,9 @@ def convert(function: Any, source: np.ndarray[Any, Any], dtype: Any) -> np.ndarr
 
 
 @pytest.mark.parametrize("row", SMALL_FLOATS, ids=lambda row: row.name)
-def test_widening_is_exact_on_every_instruction_set(row: Any, conversions: dict[str, ctypes.CDLL]) -> None:
+def test_widening_is_exact_on_every_instruction_set(
+    row: Any, conversions: dict[str, ctypes.CDLL]
+) -> None:
     bits = np.arange(1 << 8 * row.itemsize, dtype=f"u{row.itemsize}")
     expected = bits.view(row.numpy).astype(np.float32)
     for name, library in conversions.items():
@@ -155,9 +192,10 @@ def test_rounding_is_to_nearest_even_with_canonical_nan_on_every_instruction_set
     bits = f"u{row.itemsize}"
     with np.errstate(all="ignore"):
         expected = source.astype(row.numpy).view(bits)
-    # The positive quiet NaN of the type, whatever NaN came.
+    # The positive quiet NaN of the type, whatever NaN came or came to be (e4m3fn has no infinity).
     quiet = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}
-    expected = np.where(np.isnan(source), np.array(quiet[row.name], bits), expected)
+    is_nan = np.isnan(expected.view(row.numpy).astype(np.float32))
+    expected = np.where(is_nan, np.array(quiet[row.name], bits), expected)
     for name, library in conversions.items():
         for kind in ("packs", "single"):
             got = convert(getattr(library, f"round_{kind}_{row.element}"), source, bits)

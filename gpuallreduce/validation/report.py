@@ -5,14 +5,14 @@ Pure formatting: knows nothing of how cases run.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gpuallreduce.checks import Deviation
 from gpuallreduce.types import DTYPES, OPS
-from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.cases import VARIANTS, Case
+from gpuallreduce.validation.run import Outcome
 from gpuallreduce.validation.summary import Failure, Summary
 
 __all__ = ["as_json", "as_text"]
@@ -53,10 +53,8 @@ def as_json(summary: Summary, version: str) -> dict[str, Any]:
             dtype: {op: cells[d, op] for d, op in cells if d == dtype} for dtype, _ in cells
         },
         "worst_error": {dtype: worst._asdict() for dtype, worst in _worst(summary).items()},
-        "collectives": _count(summary, lambda case: case.collective),
-        "variants": _count(
-            summary, lambda case: case.variant if case.collective == "allreduce" else None
-        ),
+        "collectives": _collectives(summary),
+        "variants": _variants(summary),
         "failures": [
             {
                 "ncases": failure.ncases,
@@ -92,15 +90,30 @@ def _worst(summary: Summary) -> dict[str, Deviation]:
     return worst
 
 
-def _count(summary: Summary, name: Any) -> dict[str, dict[str, int]]:
+def _collectives(summary: Summary) -> dict[str, dict[str, int]]:
+    return _count(
+        (case.collective, outcome) for case, outcome in summary.results if not case.refused
+    )
+
+
+def _variants(summary: Summary) -> dict[str, dict[str, int]]:
+    """All-reduces only: the other collectives have no choice."""
+    counts = _count(
+        (case.variant, outcome)
+        for case, outcome in summary.results
+        if case.collective == "allreduce" and not case.refused
+    )
+    return {name: counts[name] for name in VARIANTS if name in counts}
+
+
+def _count(outcomes: Iterable[tuple[str, Outcome]]) -> dict[str, dict[str, int]]:
     """How many cases of each name were run, and failed."""
-    counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"cases": 0, "failed": 0})
-    for case, outcome in summary.results:
-        key = None if case.refused else name(case)
-        if key is not None:
-            counts[key]["cases"] += 1
-            counts[key]["failed"] += bool(outcome.findings)
-    return dict(counts)
+    counts: dict[str, dict[str, int]] = {}
+    for name, outcome in outcomes:
+        count = counts.setdefault(name, {"cases": 0, "failed": 0})
+        count["cases"] += 1
+        count["failed"] += bool(outcome.findings)
+    return counts
 
 
 def _table(summary: Summary) -> Iterator[str]:
@@ -124,17 +137,14 @@ def _error(worst: Deviation | None) -> str:
 
 
 def _lists(summary: Summary) -> Iterator[str]:
-    for title, name in (
-        ("cases by collective", lambda case: case.collective),
-        (
-            "all-reduce by variant",
-            lambda case: case.variant if case.collective == "allreduce" else None,
-        ),
+    for title, counts in (
+        ("cases by collective", _collectives(summary)),
+        ("all-reduce by variant", _variants(summary)),
     ):
         parts = []
-        for key, count in _count(summary, name).items():
+        for name, count in counts.items():
             bad = f" ({count['failed']} FAIL)" if count["failed"] else ""
-            parts.append(f"{key} {count['cases']}{bad}")
+            parts.append(f"{name} {count['cases']}{bad}")
         if parts:
             yield f"# {title}: {', '.join(parts)}"
 

@@ -20,18 +20,16 @@ void round_all(const void* from, void* to, uint64_t packs) {
 }  // namespace
 
 // Counts are multiples of the lanes of a pack.
-#define RACE_CONVERSIONS(T)                                                                       \
-  extern "C" void widen_packs_##T(const void* from, void* to, uint64_t count) {                   \
-    widen<gar::T, gar::lanes_in_pack<gar::T>()>(from, to, count / gar::lanes_in_pack<gar::T>());  \
-  }                                                                                               \
-  extern "C" void widen_single_##T(const void* from, void* to, uint64_t count) {                  \
-    widen<gar::T, 1>(from, to, count);                                                            \
-  }                                                                                               \
-  extern "C" void round_packs_##T(const void* from, void* to, uint64_t count) {                   \
-    round_all<gar::T, gar::lanes_in_pack<gar::T>()>(from, to, count / gar::lanes_in_pack<gar::T>()); \
-  }                                                                                               \
-  extern "C" void round_single_##T(const void* from, void* to, uint64_t count) {                  \
-    round_all<gar::T, 1>(from, to, count);                                                        \
+#define RACE_CONVERSIONS(T)                                                                                           \
+  extern "C" void widen_packs_##T(const void* from, void* to, uint64_t count) {                                       \
+    widen<gar::T, gar::lanes_in_pack<gar::T>()>(from, to, count / gar::lanes_in_pack<gar::T>());                      \
+  }                                                                                                                   \
+  extern "C" void widen_single_##T(const void* from, void* to, uint64_t count) { widen<gar::T, 1>(from, to, count); } \
+  extern "C" void round_packs_##T(const void* from, void* to, uint64_t count) {                                       \
+    round_all<gar::T, gar::lanes_in_pack<gar::T>()>(from, to, count / gar::lanes_in_pack<gar::T>());                  \
+  }                                                                                                                   \
+  extern "C" void round_single_##T(const void* from, void* to, uint64_t count) {                                      \
+    round_all<gar::T, 1>(from, to, count);                                                                            \
   }
 RACE_CONVERSIONS(Float16)
 RACE_CONVERSIONS(BFloat16)

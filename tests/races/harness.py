@@ -1,6 +1,7 @@
 """Builds and runs the C++ race driver, and tells how a run went.
 
-Knows nothing of which faults are looked for; layouts come from gpuallreduce.memory, regions from the algorithms.
+Knows nothing of which faults are looked for. Layouts come from gpuallreduce.memory, regions from
+the algorithms.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Build:
             *compiler,
             *product,
             *jit.KERNEL_FLAGS,
-            *("-O1", "-g", "-pthread"),
+            *("-O1", "-g1", "-pthread"),
             *(sanitize if self.sanitizer else []),
             *([f"-march={self.march}"] if self.march else []),
             f"-DGAR_BLOCK_THREADS={self.block_threads}",
@@ -73,15 +74,13 @@ class Build:
         ]
 
 
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="gpuallreduce-races-")
+_drivers = tempfile.TemporaryDirectory(prefix="gpuallreduce-races-")  # removed at exit
 
 
 @functools.cache
 def build(how: Build) -> Path:
     """The driver, compiled once for every way of building it."""
-    output = Path(tempfile.mkdtemp(dir=_folder().name)) / "driver"
+    output = Path(tempfile.mkdtemp(dir=_drivers.name)) / "driver"
     done = subprocess.run(how.command(output), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return output
@@ -147,7 +146,9 @@ def layout_arguments(layout: SegmentLayout) -> list[str]:
     names = ("nranks", "max_channels", "abort", "reports", "sequence", "calls", "nbytes")
     arguments = [f"{name}={getattr(layout, name)}" for name in names]
     for name, laid in layout.regions.items():
-        offsets = {key: getattr(laid, key) for key in ("steps", "ready", "credit", "slots", "nlinks")}
+        offsets = {
+            key: getattr(laid, key) for key in ("steps", "ready", "credit", "slots", "nlinks")
+        }
         sizes = {key: getattr(laid.region, key) for key in ("nsets", "nslots", "slot_bytes")}
         arguments += [f"{name}.{key}={value}" for key, value in {**offsets, **sizes}.items()]
     return arguments

@@ -289,7 +289,11 @@ MUTANTS = (
         "lag = channel.nranks;",
         "lag = (channel.nranks + 1) * args.nslots;",
         Scenario(
-            kernels=("ring_in_rank_order",), max_channels=1, ncalls=2, counts=(9001,), timeout_ms=500
+            kernels=("ring_in_rank_order",),
+            max_channels=1,
+            ncalls=2,
+            counts=(9001,),
+            timeout_ms=500,
         ),
     ),
     Mutant(
