@@ -43,7 +43,7 @@ def exact_inputs(dtype: Dtype, op: Op, count: int, nranks: int, seed: int) -> li
     """
     rng = np.random.default_rng([seed, nranks])
     if dtype.kind not in ("float", "complex"):
-        return [_random_bits(rng, dtype, op, count, nranks, rank) for rank in range(nranks)]
+        return [_random_bits(rng, dtype, op, count, nranks, rank=rank) for rank in range(nranks)]
     if op.name == "prod":
         factors = _complex_factors if dtype.kind == "complex" else _factors
         return [x.astype(dtype.numpy) for x in factors(rng, count, nranks)]
@@ -107,7 +107,7 @@ def _complex_factors(rng: np.random.Generator, count: int, nranks: int) -> list[
 
 
 def _random_bits(
-    rng: np.random.Generator, dtype: Dtype, op: Op, count: int, nranks: int, rank: int
+    rng: np.random.Generator, dtype: Dtype, op: Op, count: int, nranks: int, *, rank: int
 ) -> Array:
     """Integers or bool of full range, thinned where the operator would saturate."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
@@ -143,7 +143,8 @@ def random_inputs(
         seed: same seed, same inputs.
         special: put NaN (quiet, signalling, of either sign), infinity, subnormals, both zeros,
             the largest and least finite values (for integers: the extremes) into a quarter of
-            the indices, on several ranks at once.
+            the indices, on several ranks at once; zeros of either sign (for integers: 0 and 1)
+            alone on all ranks at some.
 
     Returns:
         One array of shape ``(count,)`` per rank.
@@ -155,13 +156,16 @@ def random_inputs(
         spread = 1 if op.name == "prod" else 3 if part.itemsize == 1 else 6
         arrays = [_deviates(rng, part, parts, spread) for _ in range(nranks)]
     else:
-        arrays = [_random_bits(rng, dtype, op, count, nranks, rank) for rank in range(nranks)]
+        arrays = [_random_bits(rng, dtype, op, count, nranks, rank=rank) for rank in range(nranks)]
     if special and dtype.kind != "bool":
         patterns = _special_patterns(part)
         where = rng.random(parts) < 0.25
+        zeros = where & (rng.random(parts) < 0.2)  # on all ranks, or another value would hide them
         for x in arrays:
             chosen = where & (rng.random(parts) < 2 / (nranks + 1))
-            x.view(patterns.dtype)[chosen] = rng.choice(patterns, np.count_nonzero(chosen))
+            bits = x.view(patterns.dtype)
+            bits[chosen] = rng.choice(patterns, np.count_nonzero(chosen))
+            bits[zeros] = rng.choice(patterns[:2], np.count_nonzero(zeros))
     return [x.view(dtype.numpy) for x in arrays]
 
 

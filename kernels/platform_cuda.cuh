@@ -96,6 +96,12 @@ GAR_DEVICE Lanes<E, N> load_lanes(const void* base, uint64_t pack) {
     return r;
   }
 }
+// By name: a plain store of a uint4 is four stores to the compiler, which does not always join them again.
+GAR_DEVICE void store_vector(uint4* to, const uint4& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 template <class E, int N>
 GAR_DEVICE void store_lanes(void* base, uint64_t pack, const Lanes<E, N>& value) {
   if constexpr (sizeof(E) * N >= kPackBytes) {
@@ -106,7 +112,7 @@ GAR_DEVICE void store_lanes(void* base, uint64_t pack, const Lanes<E, N>& value)
     } u;
     u.lanes = value;
     GAR_UNROLL for (int i = 0; i < kVectors; ++i)
-      static_cast<uint4*>(base)[pack * kVectors + i] = u.raw[i];
+      store_vector(static_cast<uint4*>(base) + (pack * kVectors + i), u.raw[i]);
   } else {
     GAR_UNROLL for (int i = 0; i < N; ++i)
       static_cast<E*>(base)[pack * N + i] = value.v[i];

@@ -344,3 +344,13 @@ def test_guarded_array_lies_in_the_memory_it_is_given():
     assert guarded.check() is None
     with pytest.raises(InvalidArgument, match="memory has 1024"):
         Guarded(DTYPES["int16"], 500, guard_bytes=128, memory=memory)
+
+
+@pytest.mark.parametrize("name", ["float8_e5m2", "float16", "float32", "complex128"])
+@pytest.mark.parametrize("nranks", [2, 8])
+def test_special_inputs_have_zeros_of_both_signs_meet_without_another_value(name, nranks):
+    arrays = random_inputs(DTYPES[name], OPS["max"], 400, nranks, seed=15, special=True)
+    parts = [x.view(f"f{x.itemsize // 2}") if name == "complex128" else x for x in arrays]
+    tied = np.all([x == 0 for x in parts], axis=0)
+    negative = np.sum([np.signbit(x) for x in parts], axis=0)
+    assert np.count_nonzero(tied & (negative > 0) & (negative < nranks)) >= 2

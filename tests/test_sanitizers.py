@@ -1,6 +1,6 @@
-"""Tests that kernels touch only their memory and do nothing undefined, and convert alike on every instruction set.
+"""Tests that kernels stay in their memory, do nothing undefined, and convert alike everywhere.
 
-Knows nothing of protocols. Every element type runs under the address and undefined-behaviour sanitizers.
+Knows nothing of protocols. Element types run under the address and undefined-behaviour sanitizers.
 """
 
 from __future__ import annotations
@@ -26,30 +26,8 @@ pytestmark = pytest.mark.slow
 SANITIZERS = "address,undefined"
 # Empty, and round the edges of packs of every width, of cache lines and of chunks.
 COUNTS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    257,
-    1023,
-    1025,
+    *range(6),
+    *(7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1023, 1025),
 )
 X86 = platform.machine() == "x86_64"
 MARCHES = ("x86-64", "x86-64-v3", "native") if X86 else ("native",)
@@ -112,28 +90,12 @@ def test_ranks_that_give_up_stay_in_bounds() -> None:
         assert result.outcome == "ok", result.text
 
 
-# ---- conversions ------------------------------------------------------------------------------------------------
-
-
 def float32_sample() -> np.ndarray[Any, Any]:
-    """Every upper half of a float32 with lower halves round the roundings of 16-bit floats, and random ones."""
-    edges = [
-        0,
-        1,
-        0xFFF,
-        0x1000,
-        0x1001,
-        0x1FFF,
-        0x2000,
-        0x2FFF,
-        0x3000,
-        0x3001,
-        0x7FFF,
-        0x8000,
-        0x8001,
-    ]
+    """Every upper half of a float32, with lower halves round the roundings and random ones."""
+    edges = [0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x2FFF, 0x3000, 0x3001]
+    edges += [0x7FFF, 0x8000, 0x8001, 0xFFFF]
     random = np.random.default_rng(1).integers(0, 1 << 16, 18)
-    lower = np.concatenate([np.array([*edges, 0xFFFF]), random]).astype(np.uint32)
+    lower = np.concatenate([np.array(edges), random]).astype(np.uint32)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     return (upper[:, None] | lower[None, :]).reshape(-1).view(np.float32)
 

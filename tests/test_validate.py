@@ -19,7 +19,7 @@ from gpuallreduce.validation.cases import LEVELS, VARIANTS, Case, enumerate_case
 from gpuallreduce.validation.oracle import Oracle
 from gpuallreduce.validation.run import Finding, Outcome, run_case
 from gpuallreduce.validation.runners import ProcessRunner, ThreadRunner
-from gpuallreduce.validation.summary import validate
+from gpuallreduce.validation.summary import Summary, validate
 
 PAIRS = {(d.name, o.name) for d in DTYPES.values() for o in OPS.values()}
 DEFINED = {(d, o) for d, o in PAIRS if DTYPES[d].kind in OPS[o].kinds}
@@ -428,7 +428,8 @@ def test_command_prints_a_table_and_succeeds(capsys):
 @pytest.mark.parametrize("to_file", [True, False])
 def test_command_writes_json(capsys, tmp_path, to_file):
     target = str(tmp_path / "result.json") if to_file else "-"
-    options = ["-d", "int16", "-o", "sum,avg", "--algorithm", "one_shot", "--json", target]
+    options = ["-d", "int16", "-o", "sum,avg", "--algorithm", "one_shot,one_shot"]
+    options += ["--json", target]
     assert main(["validate", "-g", "2", "--seed", "7", *options]) == 0
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "result.json").read_text() if to_file else out)
@@ -450,6 +451,14 @@ def test_command_fails_when_a_case_does(capsys, monkeypatch):
     smallest = {failure["smallest"]["count"] for failure in found["failures"]}
     assert smallest == {3}
     assert found["failures"][0]["findings"][0]["check"] == "exact"
+
+
+def test_json_of_an_unbounded_error_is_strict():
+    outcome = Outcome([Finding("error", "x")])
+    outcome.deviation = outcome.deviation._replace(fraction=float("inf"), error=float("nan"))
+    summary = Summary("", "quick", 0, [(CASE, outcome)], 0, [], 0.0)
+    text = json.dumps(report.as_json(summary, "1"), allow_nan=False)
+    assert json.loads(text)["worst_error"]["float32"]["fraction"] == "inf"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,21 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     where.add_argument(
         "--processes", type=_positive, metavar="N", help="ranks, as one process each, instead"
     )
+    _add_filters(parser)
+    level = parser.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="fewer counts and algorithms")
+    level.add_argument(
+        "--full", action="store_true", help="every algorithm with every dtype and operator"
+    )
+    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of the inputs")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result there (-: to standard output, alone)"
+    )
+    parser.set_defaults(main=main)
+    return parser
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d", "--dtype", type=_names(DTYPES), default=(), metavar="NAME,...", help="only these"
     )
@@ -66,17 +81,6 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         metavar="NAME,...",
         help=f"each pair of dtype and operator with these, all-reduce only: {', '.join(VARIANTS)}",
     )
-    level = parser.add_mutually_exclusive_group()
-    level.add_argument("--quick", action="store_true", help="fewer counts and algorithms")
-    level.add_argument(
-        "--full", action="store_true", help="every algorithm with every dtype and operator"
-    )
-    parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of the inputs")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the result there (-: to standard output, alone)"
-    )
-    parser.set_defaults(main=main)
-    return parser
 
 
 def main(args: argparse.Namespace) -> int:
@@ -119,7 +123,7 @@ def _with_progress(runner: Any, cases: Sequence[Case], level: str, seed: int) ->
 
 def _names(known: Any) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
+        names = tuple(dict.fromkeys(text.split(",")))
         for name in names:
             if name not in known:
                 raise argparse.ArgumentTypeError(

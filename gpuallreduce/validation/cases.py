@@ -99,8 +99,7 @@ def enumerate_cases(
         nranks: ranks of the communicator.
         level: one of LEVELS.
         dtypes, ops: names to keep; empty: all.
-        variants: run each pair through these, whatever the level, and leave out the other
-            collectives.
+        variants: run each pair through these only, and leave out the other collectives.
     """
     cases: list[Case] = []
     for dtype, op in itertools.product(DTYPES.values(), OPS.values()):
@@ -111,18 +110,15 @@ def enumerate_cases(
         except NotSupported:
             cases += _refusals(dtype, op)
             continue
-        chosen = variants or _chosen(level, op, _turn(kernel))
-        for variant in VARIANTS:
-            if variant in chosen:
-                cases += _allreduces(dtype, op, variant, nranks, level)
+        for variant in variants or _chosen(level, op, _turn(kernel)):
+            cases += _allreduces(dtype, op, variant, nranks, level)
         if not variants:
             cases += _reductions(dtype, op, nranks, level)
-    if not variants and not ops:
-        for dtype in DTYPES.values():
-            if not dtypes or dtype.name in dtypes:
-                cases += _moves(dtype, nranks)
-        cases.append(Case("barrier", "uint8", "sum", 0))
-    return cases
+    if variants or ops:
+        return cases
+    moved = [dtype for dtype in DTYPES.values() if not dtypes or dtype.name in dtypes]
+    cases += itertools.chain.from_iterable(_moves(dtype, nranks) for dtype in moved)
+    return [*cases, Case("barrier", "uint8", "sum", 0)]
 
 
 def _turn(kernel: Reduction) -> str:
@@ -133,7 +129,7 @@ def _turn(kernel: Reduction) -> str:
 def _chosen(level: str, op: Op, turn: str) -> tuple[str, ...]:
     if level == "quick" and op.name not in ("sum", "avg"):
         return _ALWAYS[level]
-    return (*_ALWAYS[level], turn)
+    return tuple(dict.fromkeys((*_ALWAYS[level], turn)))
 
 
 def _refusals(dtype: Dtype, op: Op) -> Iterator[Case]:

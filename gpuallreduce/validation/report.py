@@ -6,6 +6,7 @@ Pure formatting: knows nothing of how cases run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def as_json(summary: Summary, version: str) -> dict[str, Any]:
         "allreduce": {
             dtype: {op: cells[d, op] for d, op in cells if d == dtype} for dtype, _ in cells
         },
-        "worst_error": {dtype: worst._asdict() for dtype, worst in _worst(summary).items()},
+        "worst_error": {dtype: _plain(worst) for dtype, worst in _worst(summary).items()},
         "collectives": _collectives(summary),
         "variants": _variants(summary),
         "failures": [
@@ -64,6 +65,11 @@ def as_json(summary: Summary, version: str) -> dict[str, Any]:
             for failure in summary.failures
         ],
     }
+
+
+def _plain(worst: Deviation) -> dict[str, float | str]:
+    """JSON has no infinity."""
+    return {name: x if math.isfinite(x) else str(x) for name, x in worst._asdict().items()}
 
 
 def _cells(summary: Summary) -> dict[tuple[str, str], str]:

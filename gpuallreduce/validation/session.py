@@ -42,21 +42,24 @@ def run_cases(
         arena = Arena(communicator) if with_arena else None
         oracle = Oracle(communicator.nranks, seed)
         for case in cases:
-            try:
-                if before is not None:
-                    before(case)
-            except CompileError as error:
-                yield Outcome([Finding("raised", f"CompileError: {error}")])
-                continue
-            outcome = run_case(communicator, case, oracle, arena)
+            outcome = _prepared(case, before) or run_case(communicator, case, oracle, arena)
             broken += outcome.broken
+            yield outcome
             if broken == _BROKEN_LIMIT:
-                yield outcome
                 return
             if outcome.broken:
                 communicator.close()
                 communicator = open_communicator()
                 arena = Arena(communicator) if with_arena else None
-            yield outcome
     finally:
         communicator.close()
+
+
+def _prepared(case: Case, before: Callable[[Case], None] | None) -> Outcome | None:
+    """None if the case can run, else why not."""
+    try:
+        if before is not None:
+            before(case)
+    except CompileError as error:
+        return Outcome([Finding("raised", f"CompileError: {error}")])
+    return None
