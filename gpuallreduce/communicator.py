@@ -135,9 +135,7 @@ class Communicator:
         self._device.close()
         if self._device.forked:
             return  # all that could be closed is the parent's
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
+        if not self._device.idle():
             self._calls.orchestrator.abort()
         self._device.drain()
         with self._lock:

@@ -4,7 +4,7 @@
 
 // What every rank must agree on in a call. Exchanged at the start of each call and compared.
 struct GarHeader {
-  uint64_t sequence;   // calls made on this channel before this one
+  uint64_t sequence;   // number of this call on its channel, from 1
   uint64_t count;      // elements
   uint64_t signature;  // collective, dtype, operator, order, algorithm, access, root
   uint64_t geometry;   // chunk and channels

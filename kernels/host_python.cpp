@@ -360,6 +360,12 @@ void gar_host_drain(PyObject* state) {
   calls->running.unlock();
   PyEval_RestoreThread(thread);
 }
+int gar_host_idle(PyObject* state) {
+  gar::HostCalls* calls = calls_of(state);
+  if (!calls->running.try_lock()) return 0;
+  calls->running.unlock();
+  return 1;
+}
 void gar_host_store_release(uint64_t address, uint64_t value) {
   gar::store_release(reinterpret_cast<uint64_t*>(address), value);
 }

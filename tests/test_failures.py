@@ -284,6 +284,28 @@ def test_abort_from_another_thread_ends_a_call_in_bounded_time(ranks):
         comm.allreduce([np.ones(2)] * 2)
 
 
+def test_close_from_another_thread_ends_a_call_in_bounded_time():
+    job = run_job(
+        2,
+        """
+        import threading
+        comm = gar.init(timeout=60)
+        comm.allreduce(np.ones(3))
+        start = time.monotonic()
+        if comm.rank == 0:
+            threading.Timer(0.2, comm.close).start()
+            report(error_of(lambda: comm.allreduce(np.ones(3))))
+        else:
+            time.sleep(0.5)
+            report(error_of(lambda: comm.allreduce(np.ones(3))))
+        report(time.monotonic() - start)
+    """,
+    )
+    for rank in job:
+        assert rank.reports[0][0] in ("Aborted", "Closed")
+        assert rank.reports[1] < 10
+
+
 def test_closed_communicators_say_so(ranks):
     import numpy as np
 

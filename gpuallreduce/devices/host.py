@@ -30,6 +30,8 @@ def _runtime() -> ctypes.PyDLL:
     library = ctypes.PyDLL(str(compile_host_runtime()))
     library.gar_host_new.restype = ctypes.py_object
     library.gar_host_new.argtypes = [ctypes.c_int, ctypes.c_uint32]
+    library.gar_host_idle.restype = ctypes.c_int
+    library.gar_host_idle.argtypes = [ctypes.py_object]
     library.gar_host_poll_context.restype = ctypes.c_void_p
     library.gar_host_poll_context.argtypes = [ctypes.py_object]
     for name, arguments in {
@@ -169,6 +171,10 @@ class HostDevice:
     def close(self) -> None:
         """From now on `call` answers None."""
         self._library.gar_host_close(self._state)
+
+    def idle(self) -> bool:
+        """True if no launch runs."""
+        return bool(self._library.gar_host_idle(self._state))
 
     def drain(self) -> None:
         """Waits until no launch runs."""
