@@ -71,7 +71,19 @@ class SegmentLayout:
 
 
 def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) -> SegmentLayout:
-    """Lays out a segment: all words first (the signal pad), then each family's slots."""
+    """Lays out a segment: all words first (the signal pad), then each family's slots.
+
+    Raises:
+        ValueError: a region breaks what kernels rely on: ``step % nslots`` must survive the wrap of
+            step, and a chunk rounded up to whole lines must fit its slot.
+    """
+    for region in regions:
+        if region.nslots < 2 or region.nslots & (region.nslots - 1):
+            raise ValueError(f"region {region.name}: nslots={region.nslots} is no power of two")
+        if region.slot_bytes % LINE_BYTES:
+            raise ValueError(
+                f"region {region.name}: slot_bytes={region.slot_bytes} is no multiple of {LINE_BYTES}"
+            )
     at = 0
 
     def take(nbytes: int) -> int:

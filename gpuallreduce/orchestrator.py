@@ -22,6 +22,7 @@ from gpuallreduce.transport import Transport
 
 __all__ = ["Addresses", "Orchestrator"]
 
+CLAIM_BYTES = 8  # from the abort word to the word that the reporting thread claims
 SPINS = 2000  # pauses before a waiting rank first yields its core (about 100 us)
 ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHMS)}
 
@@ -109,7 +110,8 @@ class Orchestrator:
         reports: dict[int, GarReport] = {}
         for reporter in range(self.topology.nranks):
             report = self.segments.report(self.transport.ranks[0], reporter)
-            if report.code != 0:
+            # With acquire: the code was stored after the rest of the report.
+            if self.device.load_acquire(ctypes.addressof(report)) != 0:
                 reports[reporter] = report
         return diagnosis.explain(reports, self.segments, self.transport)
 
@@ -127,11 +129,15 @@ class Orchestrator:
         self._tell(CLOSED, abort=False)
 
     def _tell(self, code: int, *, abort: bool) -> None:
+        """Leaves a report without contents in every segment, unless a kernel has left a whole one."""
+        segments = self.segments
         for rank in self.transport.ranks:
+            abort_word = segments.buffer.addresses[rank] + segments.layout.abort
+            mine = self.device.claim(abort_word + CLAIM_BYTES)
             for owner in range(self.topology.nranks):
-                report = self.segments.report(owner, rank)
-                if report.code == 0:
-                    self.device.store_release(ctypes.addressof(report), code)
+                if mine:
+                    report = ctypes.addressof(segments.report(owner, rank))
+                    self.device.store_release(report, code)
                 if abort:
-                    word = self.segments.buffer.addresses[owner] + self.segments.layout.abort
+                    word = segments.buffer.addresses[owner] + segments.layout.abort
                     self.device.store_release(word, rank + 1)

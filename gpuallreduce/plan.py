@@ -188,7 +188,7 @@ class Plan:
             (request.root, 24),
         ):
             signature = signature << bits | value
-        geometry = config.chunk_count << 16 | config.nchannels
+        geometry = config.chunk_count << 16 | int(config.push) << 15 | config.nchannels
         return GarHeader(0, request.count, signature, geometry, detail)
 
 
@@ -214,6 +214,6 @@ def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, A
         "count": header.count,
     }
     decoded.update(reversed(list(fields.items())))
-    decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0xFFFF
+    decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0x7FFF
     decoded["layout"] = f"{header.detail:#x}"
     return decoded

@@ -6,6 +6,7 @@
 #include <poll.h>
 
 #include <map>
+#include <string>
 
 #include "host.h"
 #include "primitives.cuh"
@@ -35,6 +36,8 @@ void PyGILState_Release(int);
 int PyErr_CheckSignals(void);
 PyObject* PyErr_Occurred(void);
 void PyErr_Clear(void);
+void PyErr_SetString(PyObject*, const char*);
+extern PyObject* PyExc_OSError;
 void Py_IncRef(PyObject*);
 void Py_DecRef(PyObject*);
 PySsize PyList_Size(PyObject*);
@@ -99,12 +102,16 @@ struct HostCalls {
 
   bool run(const GarLaunch* launches, uint32_t count) {
     void* thread = PyEval_SaveThread();
-    bool succeeded;
-    {
+    bool succeeded = false;
+    std::string refused;
+    try {
       std::lock_guard<std::mutex> lock(running);
       succeeded = workers.run(launches, count);
+    } catch (const std::exception& error) {  // no thread or no memory, before any kernel ran
+      refused = error.what();
     }
     PyEval_RestoreThread(thread);
+    if (!refused.empty()) PyErr_SetString(PyExc_OSError, refused.c_str());
     return succeeded;
   }
   // Marks ranks whose connection has ended, in every rank's segment; see NOTE aborts in primitives.cuh.
@@ -366,6 +373,10 @@ int gar_host_idle(PyObject* state) {
   calls->running.unlock();
   return 1;
 }
+uint64_t gar_host_load_acquire(uint64_t address) {
+  return gar::load_acquire(reinterpret_cast<const uint64_t*>(address));
+}
+int gar_host_claim(uint64_t address) { return gar::claim(reinterpret_cast<uint64_t*>(address)); }
 void gar_host_store_release(uint64_t address, uint64_t value) {
   gar::store_release(reinterpret_cast<uint64_t*>(address), value);
 }

@@ -121,15 +121,17 @@ GAR_OUTLINE void fold_range(const Block& block, const From& from, const To& to, 
   if (Streaming) streaming_fence();
 }
 
+constexpr uint64_t kWorthAligning = 4096;  // bytes; below, the single elements before the first line cost more
+
 // Folds n elements of nranks arrays, in the order of `from`, into each array of `to` (D of them, or nranks).
 template <class T, class Op, int K, int D, class From, class To>
 GAR_DEVICE void fold(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n, bool streaming) {
   if constexpr (!kVectorsNeedAlignment) {
-    if (!streaming) return fold_range<T, Op, K, D, false>(block, from, to, nranks, n, 0);
-    // Streaming stores need aligned targets, whatever the sources are.
-    const uint64_t head = head_elements<T>(from, 0, to, D > 0 ? D : int(nranks), n);
-    if (head < n) return fold_range<T, Op, K, D, true>(block, from, to, nranks, n, head);
-    return fold_range<T, Op, K, D, false>(block, from, to, nranks, n, 0);
+    // Any address will do, but stores that straddle cache lines are slow, and streaming ones are not allowed to.
+    const bool aligning = n * element_bytes<T>() >= kWorthAligning;
+    const uint64_t head = aligning ? head_elements<T>(from, 0, to, streaming ? (D > 0 ? D : int(nranks)) : 1, n) : 0;
+    if (streaming && aligning && head < n) return fold_range<T, Op, K, D, true>(block, from, to, nranks, n, head);
+    return fold_range<T, Op, K, D, false>(block, from, to, nranks, n, head < n ? head : 0);
   } else {
     const uint64_t head = head_elements<T>(from, K > 0 ? K : int(nranks), to, D > 0 ? D : int(nranks), n);
     fold_range<T, Op, K, D, false>(block, from, to, nranks, n, head);

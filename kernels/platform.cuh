@@ -8,8 +8,8 @@
 //   Block                         index() of count() blocks; thread() of threads(); sync(), sync_or()
 //   Backoff                       what a wait does between two looks at a word
 //   Lanes<E, N>                   N elements with elementwise + * & | ^ / >= <= != and select()
-//   load_lanes, store_lanes       any alignment the target allows; vectors_allowed() tells
-//   widen / narrow of 16-bit and 8-bit floats, canonical_nan, splat (in the target's conversions)
+//   load_lanes, store_lanes       whole packs; kVectorsNeedAlignment and pack_misalignment() tell where
+//   splat, convert, float_bits, bits_float, apply, select_bits, quiet_nan, and widen_ and narrow_ of 16-bit floats
 // and the macros GAR_DEVICE (function), GAR_UNROLL (loop) and GAR_KERNEL (entry point).
 #pragma once
 

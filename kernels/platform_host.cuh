@@ -59,7 +59,19 @@ GAR_DEVICE uint64_t clock_ns() {
 
 // A caller's thread may flush subnormals or round otherwise (fast-math libraries set that); kernels never do.
 class DefaultRounding {
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+ public:
+  DefaultRounding() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    if (saved_ != 0) asm volatile("msr fpcr, %0" ::"r"(uint64_t(0)));
+  }
+  ~DefaultRounding() {
+    if (saved_ != 0) asm volatile("msr fpcr, %0" ::"r"(saved_));
+  }
+
+ private:
+  uint64_t saved_;
+#elif defined(__x86_64__)
  public:
   DefaultRounding() {
     const unsigned standard = 0x1f80;

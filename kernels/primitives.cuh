@@ -154,7 +154,7 @@ class Channel {
       const uint64_t seen = load_acquire(word);
       if (int64_t(seen - want) >= 0) return true;
       if (!backoff.pause()) continue;
-      // Whoever gave up had posted everything of its earlier calls, so one more look lets those calls end well.
+      // Whoever gave up had posted everything of its earlier calls: a wait for that rank can still end well.
       if (load_acquire(abort_word(rank)) != 0) return int64_t(load_acquire(word) - want) >= 0;
       const uint64_t now = clock_ns();
       if (start == 0) start = now;

@@ -46,9 +46,17 @@ struct TwoShot {
   GAR_MEMBER void reduce(uint64_t i, uint64_t step) const {
     const Range s = slice(i, channel.rank);
     const FromPrivate from{channel, step, element<T>(args.input, s.lo)};
-    if (!args.push) {  // one copy for all peers, with the output
-      const Held<void*, 2> to{
-          {element<T>(args.output, s.lo), channel.shared_slot(step, channel.rank, channel.rank, kBack)}};
+    if (!args.push) {  // one copy serves all peers
+      void* output = element<T>(args.output, s.lo);
+      char* back = channel.shared_slot(step, channel.rank, channel.rank, kBack);
+      if (args.streaming) {  // the slot is about to be read: only the output may pass the caches
+        const Held<void*, 1> to{{back}};
+        fold<T, Op, P, 1>(channel.block, from, to, channel.nranks, s.n, false);
+        channel.block.sync();
+        copy<T>(channel.block, output, back, s.n, true);
+        return;
+      }
+      const Held<void*, 2> to{{output, back}};
       fold<T, Op, P, 2>(channel.block, from, to, channel.nranks, s.n, false);
       return;
     }
@@ -73,10 +81,12 @@ struct TwoShot {
   };
 };
 
-// NOTE two words a round. Each round is a step: set 0's `ready` says staged, set 1's says folded. A rank stages round
-// i+1 after it has gathered round i-1, hence after all have folded i-1: set 0's slot of i+1 has been read. It folds
-// round i after all have staged i, which each did after gathering i-2: set 1's slot of i has been read. So two slots by
-// parity of the step suffice without credit. Steps run on across calls, and a call ends with everything gathered.
+// NOTE two words a round. Each round is a step: set 0's `ready` says staged, set 1's says folded. In round i a rank
+// stages i+1, folds i once all have staged it, and gathers i-1 once all have folded it: everything awaited was posted
+// one round earlier, so ranks need not be in lockstep. When it stages i+1 it has seen that all folded i-2, so set 0's
+// slot may hold i-3 or older; when it folds i it has seen that all staged i, which each did after gathering i-3, so
+// set 1's slot may hold i-3 or older. Hence four slots suffice without credit. Rounds run on across calls, and a call
+// ends with everything gathered.
 template <class T, class Op, int P>
 GAR_DEVICE bool two_shot(const Block& block, const GarArgs& args) {
   typedef TwoShot<T, Op, P> Shot;
@@ -85,21 +95,21 @@ GAR_DEVICE bool two_shot(const Block& block, const GarArgs& args) {
   const uint64_t rounds = shot.rounds(), first = channel.first_step();
   shot.stage(0, first);
   channel.post_call();
-  for (uint64_t i = 0; i < rounds; ++i) {
-    if (i > 0) {
-      if (!channel.await_ready_all(first + i - 1, Shot::kBack)) return false;
-      shot.gather(i - 1, first + i - 1);
-    }
+  for (uint64_t i = 0; i <= rounds; ++i) {
     if (i + 1 < rounds) {
       shot.stage(i + 1, first + i + 1);
       channel.post_ready_all(first + i + 1, Shot::kOut);
     }
-    if (!(i == 0 ? channel.await_call() : channel.await_ready_all(first + i, Shot::kOut))) return false;
-    shot.reduce(i, first + i);
-    channel.post_ready_all(first + i, Shot::kBack);
+    if (i < rounds) {
+      if (!(i == 0 ? channel.await_call() : channel.await_ready_all(first + i, Shot::kOut))) return false;
+      shot.reduce(i, first + i);
+      channel.post_ready_all(first + i, Shot::kBack);
+    }
+    if (i > 0) {
+      if (!channel.await_ready_all(first + i - 1, Shot::kBack)) return false;
+      shot.gather(i - 1, first + i - 1);
+    }
   }
-  if (!channel.await_ready_all(first + rounds - 1, Shot::kBack)) return false;
-  shot.gather(rounds - 1, first + rounds - 1);
   return channel.end(rounds);
 }
 

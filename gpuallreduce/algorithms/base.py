@@ -13,15 +13,16 @@ from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
 from gpuallreduce.types import reduction
 
-__all__ = ["Algorithm", "host_copy_us", "reduce_kernel"]
+__all__ = ["HOST_PHASE_US", "Algorithm", "host_call_us", "host_copy_us", "reduce_kernel"]
 
 MAX_UNROLLED_RANKS = 8  # kernels for more ranks loop over them at run time
 
-# Host devices, measured with bench/allreduce_perf on two cores; only the ratios decide, so the
-# machine hardly matters.
-HOST_BYTES_PER_US = 9000.0  # one core copying or folding arrays that lie in its caches
+# Host devices: fitted to medians of bench/allreduce_perf with 2 and 4 rank processes on 2 cores.
+# Only the sizes at which one algorithm overtakes another depend on them.
+HOST_BYTES_PER_US = 34000.0  # read or written by one core, arrays in its caches
 HOST_CALL_US = 0.35
-HOST_FLAG_US = 0.15  # one word seen by a rank on another core
+HOST_PEER_US = 0.45  # a word seen from one more rank
+HOST_PHASE_US = 2.3  # a second meeting of all ranks in every round
 
 
 class Algorithm(Protocol):
@@ -79,5 +80,10 @@ def reduce_kernel(
 
 
 def host_copy_us(nbytes: float, topology: Topology) -> float:
-    """Time for one rank to read and write some bytes, its core's other ranks doing the same."""
+    """Time for one rank to read or write some bytes, its core's other ranks doing the same."""
     return nbytes * topology.sharing / HOST_BYTES_PER_US
+
+
+def host_call_us(nranks: int, topology: Topology) -> float:
+    """Time for ranks to enter a call and see each other."""
+    return HOST_CALL_US + HOST_PEER_US * (nranks - 1) * topology.sharing

@@ -7,12 +7,7 @@ all-reduce; rank order.
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import (
-    HOST_CALL_US,
-    HOST_FLAG_US,
-    host_copy_us,
-    reduce_kernel,
-)
+from gpuallreduce.algorithms.base import host_call_us, host_copy_us, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -49,10 +44,9 @@ class OneShot:
         return ("staged",)
 
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
-        """Stage n, then read all p arrays."""
+        """Copy n to a slot, read all p arrays, write the result."""
         p = request.nranks
-        moved = host_copy_us(request.nbytes * (p + 1), topology)
-        return HOST_CALL_US + HOST_FLAG_US * (p - 1) * topology.sharing + moved
+        return host_call_us(p, topology) + host_copy_us(request.nbytes * (p + 2), topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """Small arrays in a few chunks, so that staging and folding overlap; larger ones in

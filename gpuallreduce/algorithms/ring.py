@@ -7,8 +7,8 @@ Geometry only; the kernels are in ``kernels/ring.cuh``.
 from __future__ import annotations
 
 from gpuallreduce.algorithms.base import (
-    HOST_CALL_US,
-    HOST_FLAG_US,
+    HOST_PHASE_US,
+    host_call_us,
     host_copy_us,
     reduce_kernel,
 )
@@ -44,15 +44,9 @@ class Ring:
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
         """2(p-1) hops of latency; each byte is read and written at every hop."""
         p, n = request.nranks, request.nbytes
-        if request.order == "any":
-            hops, moved = 2 * (p - 1), 5 * n * (p - 1) / p
-        else:
-            hops, moved = 2 * (p - 1), n * (3 + 2 * _widening(request))
-        return (
-            HOST_CALL_US
-            + HOST_FLAG_US * (p - 1 + 2 * hops) * topology.sharing
-            + host_copy_us(moved, topology)
-        )
+        moved = 5 * n * (p - 1) / p if request.order == "any" else n * (3 + 2 * _widening(request))
+        waits = HOST_PHASE_US * 2 * (p - 1)
+        return host_call_us(p, topology) + waits + host_copy_us(moved, topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """Small enough to fill the pipeline, large enough to hide a flag."""

@@ -6,8 +6,8 @@ Geometry only; the kernels are in ``kernels/two_shot.cuh``. A rank sends 2 (p-1)
 from __future__ import annotations
 
 from gpuallreduce.algorithms.base import (
-    HOST_CALL_US,
-    HOST_FLAG_US,
+    HOST_PHASE_US,
+    host_call_us,
     host_copy_us,
     reduce_kernel,
 )
@@ -17,7 +17,7 @@ from gpuallreduce.topology import Topology
 
 __all__ = ["TwoShot"]
 
-REGION = Region("two_shot", nsets=2, nslots=2, slot_bytes=256 << 10, per_peer=True)
+REGION = Region("two_shot", nsets=2, nslots=4, slot_bytes=256 << 10, per_peer=True)
 
 
 class TwoShot:
@@ -34,21 +34,17 @@ class TwoShot:
         return ("direct", "staged") if request.direct else ("staged",)
 
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
-        """Direct moves 2n a rank and meets twice; staged moves each byte about five times and meets
-        twice.
-        """
+        """Direct reads n/p of p arrays and writes as much; staged copies slices there and back."""
         p, n = request.nranks, request.nbytes
-        flags = 2 * HOST_FLAG_US * (p - 1) * topology.sharing
+        call = host_call_us(p, topology)
         if access == "direct":
-            return HOST_CALL_US + flags + host_copy_us(2 * n, topology)
-        remote = n * (p - 1) / p
-        return (
-            HOST_CALL_US + flags + host_copy_us(2 * remote + 2 * n / p + n + 2 * remote, topology)
-        )
+            return 2 * call + host_copy_us(2 * n, topology)
+        moved = n + 2 * n / p + 2 * n * (p - 1) / p
+        return call + HOST_PHASE_US + host_copy_us(moved, topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """One rank's slice of a round."""
-        return 64 << 10
+        return (64 << 10) if request.nbytes < 2 << 20 else (128 << 10)
 
     def kernel(self, request: Request, access: str) -> Kernel:
         """Staged or direct."""

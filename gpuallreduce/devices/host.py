@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpuallreduce.args import GarArgs, GarLaunch
+from gpuallreduce.errors import DeviceError
 from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
 
 __all__ = ["HostDevice"]
@@ -32,6 +33,10 @@ def _runtime() -> ctypes.PyDLL:
     library.gar_host_new.argtypes = [ctypes.c_int, ctypes.c_uint32]
     library.gar_host_idle.restype = ctypes.c_int
     library.gar_host_idle.argtypes = [ctypes.py_object]
+    library.gar_host_load_acquire.restype = ctypes.c_uint64
+    library.gar_host_load_acquire.argtypes = [ctypes.c_uint64]
+    library.gar_host_claim.restype = ctypes.c_int
+    library.gar_host_claim.argtypes = [ctypes.c_uint64]
     library.gar_host_poll_context.restype = ctypes.c_void_p
     library.gar_host_poll_context.argtypes = [ctypes.py_object]
     for name, arguments in {
@@ -108,12 +113,20 @@ class HostDevice:
         """Runs a kernel once for every element of args, at the same time. False if a rank gave up.
 
         Raises whatever a signal handler raised meanwhile (KeyboardInterrupt).
+
+        Raises:
+            DeviceError: the system gave no thread for a rank; no kernel ran.
         """
         address = load(kernel)
         launches = (GarLaunch * len(args))()
         for launch, each in zip(launches, args, strict=True):
             launch.kernel, launch.args, launch.nblocks = address, ctypes.pointer(each), nblocks
-        return bool(self._launch(ctypes.addressof(launches), len(args)))
+        try:
+            return bool(self._launch(ctypes.addressof(launches), len(args)))
+        except OSError as error:
+            raise DeviceError(
+                f"the system gave no threads for {len(args)} ranks: {error}"
+            ) from None
 
     def prepare(
         self,
@@ -179,6 +192,14 @@ class HostDevice:
     def drain(self) -> None:
         """Waits until no launch runs."""
         self._library.gar_host_drain(self._state)
+
+    def load_acquire(self, address: int) -> int:
+        """Loads a 64-bit word so that what was stored before it is seen as well."""
+        return int(self._library.gar_host_load_acquire(address))
+
+    def claim(self, address: int) -> bool:
+        """True for the first caller on a word, here or in a kernel."""
+        return bool(self._library.gar_host_claim(address))
 
     def store_release(self, address: int, value: int) -> None:
         """Stores a 64-bit word so that whoever reads it also sees everything stored before."""
