@@ -37,23 +37,28 @@ MUTANTS = (
         of("one_shot"),
     ),
     Mutant(
-        "two-shot: staged before the last round is gathered",
+        "two-shot: half the slots that it needs",
         "two words a round",
-        "two_shot.cuh",
-        "  for (uint64_t i = 0; i < rounds; ++i) {\n    if (i > 0) {",
-        "  for (uint64_t i = 0; i < rounds; ++i) {\n"
-        "    if (i + 1 < rounds) {\n"
-        "      shot.stage(i + 1, first + i + 1);\n"
-        "      channel.post_ready_all(first + i + 1, Shot::kOut);\n"
-        "    }\n"
-        "    if (i > 0) {",
+        PRIMITIVES,
+        "(step & (args.nslots - 1))",
+        "(step % (args.nslots / 2))",
         of("two_shot"),
     ),
     Mutant(
-        "two-shot: the last round is gathered unseen",
+        "two-shot: ready before the slices",
         "two words a round",
         "two_shot.cuh",
-        "if (!channel.await_ready_all(first + rounds - 1, Shot::kBack)) return false;",
+        "      shot.stage(i + 1, first + i + 1);\n"
+        "      channel.post_ready_all(first + i + 1, Shot::kOut);",
+        "      channel.post_ready_all(first + i + 1, Shot::kOut);\n"
+        "      shot.stage(i + 1, first + i + 1);",
+        of("two_shot"),
+    ),
+    Mutant(
+        "two-shot: gathered before all have folded",
+        "two words a round",
+        "two_shot.cuh",
+        "if (!channel.await_ready_all(first + i - 1, Shot::kBack)) return false;",
         "",
         of("two_shot"),
     ),
