@@ -29,7 +29,7 @@ GLOBAL_BATCH = 64  # a multiple of every rank count tried, so that all see the s
 
 def load_digits(seed: int) -> tuple[Array, Array, Array, Array]:
     """Training images and labels, test images and labels; images scaled to 0..1."""
-    from sklearn.datasets import load_digits as load
+    from sklearn.datasets import load_digits as load  # type: ignore[import-untyped]
 
     images, labels = load(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -102,7 +102,7 @@ def _check_equal(comm: gar.Communicator, networks: list[Network]) -> str:
     everyone = (gathered[0] if len(own) > 1 else gathered).reshape(comm.nranks, -1)
     if not (everyone == everyone[0]).all():
         raise SystemExit("ranks hold different parameters")
-    return everyone[0].tobytes().hex()
+    return str(everyone[0].tobytes().hex())
 
 
 def train(comm: gar.Communicator, *, epochs: int, seed: int = 1, verbose: bool = False) -> Result:
@@ -143,7 +143,8 @@ def _report(result: Result) -> None:
     share = 100 * result.allreduce_seconds / result.seconds if result.seconds else 0.0
     print(
         f"{result.nranks} ranks: accuracy {result.accuracy:.4f}, {result.seconds:.2f} s, of which "
-        f"all-reduce {result.allreduce_seconds:.2f} s ({share:.0f} %), parameters {result.digests[-1][:16]}",
+        f"all-reduce {result.allreduce_seconds:.2f} s ({share:.0f} %), "
+        f"parameters {result.digests[-1][:16]}",
         flush=True,
     )
 

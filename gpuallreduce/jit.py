@@ -144,8 +144,8 @@ def _store(path: Path, content: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     except OSError as error:
         raise CompileError(
-            f"the cache folder {path.parent} cannot be written ({error}); set GPUALLREDUCE_CACHE to "
-            "a folder that can"
+            f"the cache folder {path.parent} cannot be written ({error}); set "
+            "GPUALLREDUCE_CACHE to a folder that can"
         ) from error
     try:
         with os.fdopen(handle, "wb") as file:

@@ -82,7 +82,8 @@ def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) ->
             raise ValueError(f"region {region.name}: nslots={region.nslots} is no power of two")
         if region.slot_bytes % LINE_BYTES:
             raise ValueError(
-                f"region {region.name}: slot_bytes={region.slot_bytes} is no multiple of {LINE_BYTES}"
+                f"region {region.name}: slot_bytes={region.slot_bytes} is no multiple of "
+                f"{LINE_BYTES}"
             )
     at = 0
 

@@ -129,7 +129,7 @@ class Orchestrator:
         self._tell(CLOSED, abort=False)
 
     def _tell(self, code: int, *, abort: bool) -> None:
-        """Leaves a report without contents in every segment, unless a kernel has left a whole one."""
+        """Leaves a mere code in every segment, unless a kernel has left a whole report."""
         segments = self.segments
         for rank in self.transport.ranks:
             abort_word = segments.buffer.addresses[rank] + segments.layout.abort

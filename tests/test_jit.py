@@ -125,7 +125,7 @@ def test_an_unwritable_cache_is_a_clear_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128", "bfloat16"])
 def test_no_kernel_fuses_multiply_and_add(name):
-    """One rounding fewer would break the contract; g++ 12's vectoriser does it in spite of -ffp-contract=off."""
+    """One rounding fewer would break the contract; g++ 12's vectoriser fuses all the same."""
     objdump = shutil.which("objdump")
     if objdump is None:
         pytest.skip("objdump is not installed")
