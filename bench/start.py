@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.launch import launch
+from gpuallreduce.bootstrap.python import module_command
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.topology import available_cores
 
@@ -68,7 +69,7 @@ def start(options: Options) -> int:
         NotSupported: MPI is asked for and is not there; says what to install.
     """
     nranks = options.processes or max(2, available_cores())
-    command = [sys.executable, "-m", MODULE, *to_argv(options)]
+    command = module_command(MODULE, *to_argv(options))
     if not options.peers:
         return launch(nranks, command, prefix=False)
     mpirun, version = _find_mpirun()

@@ -56,8 +56,9 @@ def start_job(nranks: int, body: str, **environ: str) -> list[subprocess.Popen[s
         }
         command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(body)]
         pipe = subprocess.PIPE
+        # Not in the checkout: what is installed is what is tested.
         processes.append(
-            subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True)
+            subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, cwd="/")
         )
     return processes
 

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from gpuallreduce.bench.start import mpirun_command, must_start
 from gpuallreduce.bench.sweep import defined_pairs
 
 from gpuallreduce import Communicator
+from gpuallreduce.bootstrap.python import module_command
 from gpuallreduce.cli import bench
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.inputs import exact_inputs
@@ -550,7 +550,7 @@ def run_module(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if "RANK" not in name}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "gpuallreduce.bench.allreduce_perf", *argv, *QUICK],
+        module_command("gpuallreduce.bench.allreduce_perf", *argv, *QUICK),
         capture_output=True,
         text=True,
         timeout=LIMIT,

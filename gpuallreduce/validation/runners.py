@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from gpuallreduce.bootstrap.launch import launch
+from gpuallreduce.bootstrap.python import module_command
 from gpuallreduce.checks import Deviation
 from gpuallreduce.communicator import Communicator
 from gpuallreduce.topology import Topology, available_cores, host_topology
@@ -83,7 +83,7 @@ class ProcessRunner(_Base):
             folder = Path(name)
             rows = [dataclasses.asdict(case) for case in cases]
             (folder / "cases.json").write_text(json.dumps({"seed": self.seed, "cases": rows}))
-            command = [sys.executable, "-m", "gpuallreduce.validation.worker", name]
+            command = module_command("gpuallreduce.validation.worker", name)
             status = launch(self.nranks, command, stdout=2)
             if status >= 128 and status - 128 == 2:
                 raise KeyboardInterrupt
