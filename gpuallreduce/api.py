@@ -6,7 +6,6 @@ Knows nothing of how calls run.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -72,9 +71,15 @@ def init(
     return Communicator.over(transport, topology, timeout=timeout)
 
 
-@functools.cache
+_communicators: dict[tuple[str, ...], Communicator] = {}
+
+
 def _kept(devices: tuple[str, ...]) -> Communicator:
-    return Communicator(devices)
+    """The communicator of these devices; a new one after a fork, or once it cannot be used."""
+    communicator = _communicators.get(devices)
+    if communicator is None or not communicator.usable:
+        communicator = _communicators[devices] = Communicator(devices)
+    return communicator
 
 
 def allreduce(arrays: Sequence[Any], out: Sequence[Any] | None = None, **options: Any) -> Any:

@@ -21,11 +21,14 @@ __all__ = [
     "Bound",
     "bind",
     "bind_blocks",
+    "bind_in_c_order",
     "bind_input",
     "bind_pair",
     "check_array",
+    "check_writeable",
     "copy_to_output",
     "layout_digest",
+    "overlap",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -69,9 +72,11 @@ class Bound:
         count: elements.
         layout: see layout_digest.
         in_place: True if both addresses are the same.
+        source: the caller's input.
         result: the array the caller gets back.
         finish: copies a result into strided memory; None where nothing is to be done.
         keep: arrays that must live as long as the call.
+        written: False if the result is left as it is.
     """
 
     input: int
@@ -79,9 +84,11 @@ class Bound:
     count: int
     layout: int
     in_place: bool
+    source: Array
     result: Array
     finish: Callable[[], None] | None
     keep: tuple[Array, ...]
+    written: bool = True
 
 
 def check_array(array: Any, what: str) -> Array:
@@ -90,6 +97,11 @@ def check_array(array: Any, what: str) -> Array:
     Raises:
         InvalidArgument: it is not a NumPy array, or a masked one.
     """
+    if isinstance(array, list | tuple) and len(array) == 1 and isinstance(array[0], np.ndarray):
+        raise InvalidArgument(
+            f"{what} is a {type(array).__name__} of one array; with one rank in this process pass "
+            "the array itself"
+        )
     if not isinstance(array, np.ndarray):
         raise InvalidArgument(
             f"{what} is a {type(array).__module__}.{type(array).__qualname__}; ranks on host "
@@ -104,7 +116,13 @@ def check_array(array: Any, what: str) -> Array:
     return array
 
 
-def _check_writeable(array: Array, what: str) -> None:
+def check_writeable(array: Array, what: str) -> None:
+    """Raises InvalidArgument if results cannot be written to an array."""
+    repeats = any(step == 0 and n > 1 for step, n in zip(array.strides, array.shape, strict=True))
+    if repeats and array.size > 0:
+        raise InvalidArgument(
+            f"{what} repeats elements (a zero stride), so a result cannot be written there"
+        )
     if not array.flags.writeable:
         raise InvalidArgument(
             f"{what} is read-only, and the result is to be written there; pass out= or a "
@@ -116,7 +134,8 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _overlap(a: Array, b: Array) -> bool:
+def overlap(a: Array, b: Array) -> bool:
+    """Whether two arrays share an element."""
     if not np.may_share_memory(a, b):
         return False
     try:
@@ -146,70 +165,67 @@ def bind(array: Array, out: Array | None) -> Bound:
             return bind_pair(array, out)
         out = None
     target = array if out is None else out
-    _check_writeable(target, "the array")
+    check_writeable(target, "the array")
     layout = layout_digest(array)
     if layout is not None:
         address = _address(array)
-        return Bound(address, address, array.size, layout, True, target, None, (array,))
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(array.strides, array.shape, strict=True)
-    ):
-        raise InvalidArgument(
-            "the array repeats elements (a zero stride), so a result cannot be written there"
-        )
+        return Bound(address, address, array.size, layout, True, array, target, None, (array,))
     packed = np.ascontiguousarray(array)
 
     def scatter() -> None:
         target[...] = packed
 
     address = _address(packed)
-    return Bound(address, address, array.size, 0, True, target, scatter, (packed, array))
+    return Bound(address, address, array.size, 0, True, array, target, scatter, (packed, array))
 
 
 def bind_pair(array: Array, out: Array) -> Bound:
-    """Binds an input to a separate output, which may have another shape (all_gather,
-    reduce_scatter).
+    """Binds an input to a separate output, which may have another shape (all_gather, ...).
 
     Raises:
-        InvalidArgument: memory overlaps, or the output is read-only.
+        InvalidArgument: memory overlaps, or the output cannot be written.
     """
-    _check_writeable(out, "out")
-    if _overlap(array, out):
+    check_writeable(out, "out")
+    if overlap(array, out):
         raise InvalidArgument(
-            "out overlaps the input in part: pass the same array (in place) or one that "
-            "shares no element"
+            "out overlaps the input: pass one that shares no element (for allreduce and reduce the "
+            "input itself does as well: in place)"
         )
     layout, out_layout = layout_digest(array), layout_digest(out)
     same = array.shape == out.shape and layout is not None and layout == out_layout
-    if not same:
-        layout = 0
     packed = array if same else np.ascontiguousarray(array)
+    source, count = _address(packed), array.size
     if same or out_layout == 0:
-        return Bound(
-            _address(packed),
-            _address(out),
-            array.size,
-            layout or 0,
-            False,
-            out,
-            None,
-            (packed, out),
-        )
+        digest = layout if same and layout is not None else 0
+        return Bound(source, _address(out), count, digest, False, array, out, None, (packed, out))
     dense = np.empty(out.shape, out.dtype)
 
     def scatter() -> None:
         out[...] = dense
 
-    return Bound(
-        _address(packed), _address(dense), array.size, 0, False, out, scatter, (packed, dense)
-    )
+    return Bound(source, _address(dense), count, 0, False, array, out, scatter, (packed, dense))
 
 
 def bind_input(array: Array) -> Bound:
-    """Binds an array that is only read."""
+    """Binds an array that is only read, in C order."""
     packed = np.ascontiguousarray(array)
-    address = _address(packed)
-    return Bound(address, address, array.size, 0, True, array, None, (packed,))
+    at = _address(packed)
+    return Bound(at, at, array.size, 0, True, array, array, None, (packed,), written=False)
+
+
+def bind_in_c_order(array: Array, out: Array | None) -> Bound:
+    """As bind, for calls whose ranks do not all bring an output, so that layouts cannot differ."""
+    bound = bind(array, out)
+    if bound.layout == 0:
+        return bound
+    packed = np.ascontiguousarray(array)
+    target = bound.result
+
+    def scatter() -> None:
+        target[...] = packed
+
+    at = _address(packed)
+    return Bound(at, at, array.size, 0, True, array, target, scatter, (packed, array))
 
 
 def bind_blocks(array: Array, out: Array | None, shape: tuple[int, ...]) -> Bound:

@@ -6,20 +6,35 @@ Knows nothing of plans, kernels or processes: it checks arguments and hands boun
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from gpuallreduce.arrays import Bound, bind, bind_blocks, bind_input
+from gpuallreduce.arrays import (
+    Array,
+    Bound,
+    bind,
+    bind_blocks,
+    bind_in_c_order,
+    bind_input,
+)
 from gpuallreduce.calls import Calls, Options
 from gpuallreduce.devices.host import HostDevice
 from gpuallreduce.errors import Aborted, Closed, Error, InvalidArgument, MismatchError, Timeout
 from gpuallreduce.fused import Fuser, buckets
-from gpuallreduce.locals import LocalRanks, check_devices, check_timeout
+from gpuallreduce.locals import (
+    LocalRanks,
+    check_devices,
+    check_integer,
+    check_shape,
+    check_timeout,
+)
 from gpuallreduce.plan import Plan
 from gpuallreduce.topology import Topology, available_cores, host_topology
 from gpuallreduce.transport import LocalTransport, Transport
@@ -137,12 +152,20 @@ class Communicator:
             return  # all that could be closed is the parent's
         if not self._device.idle():
             self._calls.orchestrator.abort()
-        self._device.drain()
-        with self._lock:
+        if self._device.in_signal_handler:  # the call that it interrupts ends once it returns
+            self._calls.transport.close()
+            return
+        if not self._lock.acquire(blocking=False):
+            self._calls.transport.interrupt()  # another thread may wait in empty()
+            self._lock.acquire()
+        try:
+            self._device.drain()
             self._calls.orchestrator.depart()
             self._calls.transport.close()
             self._calls.forget()
             self._calls.symmetric.clear()
+        finally:
+            self._lock.release()
 
     def abort(self) -> None:
         """Makes every rank leave its call with Aborted, and refuse later ones. From any thread."""
@@ -151,6 +174,13 @@ class Communicator:
         self._broken = self._broken or "this rank aborted it"
         self._device.close()
         self._calls.orchestrator.abort()
+        self._calls.transport.interrupt()
+
+    @property
+    def usable(self) -> bool:
+        """False once the communicator is closed, broken, aborted, or of another process."""
+        gone = self._closed or self._device.forked or self._broken is not None
+        return not (gone or self._calls.orchestrator.aborted)
 
     # ---- collectives ----------------------------------------------------------------------------
 
@@ -201,7 +231,7 @@ class Communicator:
                 if done is False:
                     raise self._break(self._calls.orchestrator.diagnose())
                 return done
-        forced = Forced(algorithm, access, chunk_bytes, nchannels)
+        forced = _forced(algorithm, access, chunk_bytes, nchannels)
         options = Options(op, forced, order, timeout=check_timeout(timeout))
         with self._entered():
             self._calls.run("allreduce", self._locals.bind(arrays, out), options)
@@ -213,8 +243,8 @@ class Communicator:
         """All-reduces many arrays in place, small ones packed together: the bits of separate calls.
 
         Args:
-            arrays: arrays of any shapes and dtypes; with several local ranks one such list per
-                rank.
+            arrays: arrays of any shapes and dtypes that share no memory; with several local ranks
+                one such list per rank.
             op: as in allreduce.
             timeout: as in allreduce.
 
@@ -222,19 +252,19 @@ class Communicator:
         """
         options = Options(op, timeout=check_timeout(timeout))
         with self._entered():
-            columns = self._locals.bind_columns(arrays)
+            columns = self._locals.columns(arrays)
             for column in columns:
-                reduction(dtype_of(column[0].result.dtype), op_of(op))
+                self._locals.check_fusible(column)
+                reduction(dtype_of(column[0].dtype), op_of(op))
             for bucket in buckets(columns):
                 self._fuser.run(
-                    bucket,
-                    lambda column, parts: self._calls.run(
-                        "allreduce",
-                        column,
-                        Options(op, timeout=options.timeout, parts=parts),
-                    ),
+                    bucket, lambda column, parts: self._run_fused(column, parts, options)
                 )
         return arrays
+
+    def _run_fused(self, column: Sequence[Array], parts: tuple[int, ...], options: Options) -> None:
+        bounds = self._locals.bind(self._locals.give(list(column)), None)
+        self._calls.run("allreduce", bounds, replace(options, parts=parts))
 
     def reduce(
         self,
@@ -249,17 +279,18 @@ class Communicator:
 
         Args:
             arrays: as in allreduce.
-            out: as in allreduce; looked at on the root only.
+            out: as in allreduce; looked at for the root only.
             root: the rank that gets the result.
             op: as in allreduce.
             timeout: as in allreduce.
         """
+        root = self._locals.check_root(root)
         options = Options(op, root=root, timeout=check_timeout(timeout))
         with self._entered():
-            self._locals.check_root(root)
+            pairs = self._locals.pairs(arrays, out, reads_out=lambda rank: rank == root)
             bounds = [
-                bind(array, to) if rank == root else bind_input(array)
-                for rank, array, to in self._locals.pairs(arrays, out)
+                bind_in_c_order(array, to) if rank == root else bind_input(array)
+                for rank, array, to in pairs
             ]
             self._calls.run("reduce", self._locals.check_equal(bounds), options)
         return arrays if out is None else out
@@ -314,9 +345,8 @@ class Communicator:
 
     def broadcast(self, arrays: Any, *, root: int = 0, timeout: float | None = None) -> Any:
         """Every rank's array becomes the root's, in place."""
-        options = Options(root=root, timeout=check_timeout(timeout))
+        options = Options(root=self._locals.check_root(root), timeout=check_timeout(timeout))
         with self._entered():
-            self._locals.check_root(root)
             self._calls.run("broadcast", self._locals.bind(arrays, None), options)
         return arrays
 
@@ -332,17 +362,22 @@ class Communicator:
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """An array that peers can address, so that all-reduce needs no staging copy.
 
-        A collective: all ranks call it, with equal sizes.
+        A collective: all ranks call it, with equal sizes, and all must then bring such arrays to a
+        call, at equal offsets: whether peers are let at the arrays is part of what must match.
 
         Returns:
             An array of zeros; with several local ranks a list of them.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = check_shape(shape)
         row = dtype_of(dtype)
+        nbytes = math.prod(sizes) * row.itemsize
         with self._entered():
-            nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
-            buffer = self._calls.allocate(nbytes)
-            arrays = [buffer.array(rank, shape, row.numpy) for rank in self.ranks]
+            try:
+                buffer = self._calls.allocate(nbytes)
+            except (Timeout, Aborted):  # the ranks can agree on no more buffers
+                self._calls.orchestrator.abort()
+                raise
+            arrays = [buffer.array(rank, sizes, row.numpy) for rank in self.ranks]
             if len(self.ranks) == 1:
                 self._calls.adopt(buffer)
         return self._locals.give(arrays)
@@ -364,7 +399,7 @@ class Communicator:
         ``print(comm.plan(x).describe())`` shows algorithm, order, channels, chunks, bytes,
         transport and estimated costs.
         """
-        forced = Forced(algorithm, access, chunk_bytes, nchannels)
+        forced = _forced(algorithm, access, chunk_bytes, nchannels)
         with self._entered():
             bounds = self._locals.bind(arrays, out)
             request = self._calls.request("allreduce", bounds, Options(op, forced, order))
@@ -407,6 +442,17 @@ class Communicator:
         self._broken = self._broken or f"in an earlier call, {type(error).__name__}: {error}"
         self._device.close()
         return error
+
+
+def _forced(
+    algorithm: str | None, access: str | None, chunk_bytes: int | None, nchannels: int | None
+) -> Forced:
+    return Forced(
+        algorithm,
+        access,
+        None if chunk_bytes is None else check_integer(chunk_bytes, "chunk_bytes"),
+        None if nchannels is None else check_integer(nchannels, "nchannels"),
+    )
 
 
 def _no_call(arrays: Any, out: Any, op: str) -> None:

@@ -42,13 +42,26 @@ def _differences(mine: GarHeader, theirs: GarHeader) -> str:
     return ", ".join(name for name in a if a[name] != b[name]) or "order of the calls"
 
 
+_HINTS = {
+    "access": "arrays from comm.empty must be used on every rank or on none",
+    "arrangement": "it stands for the memory layout (C or Fortran order, ...), the offset in a "
+    "comm.empty buffer, and the counts of arrays fused in one call",
+}
+
+
+def _hints(names: str) -> str:
+    hints = [f"\n{name}: {hint}" for name, hint in _HINTS.items() if name in names]
+    return "".join(hints)
+
+
 def _mismatch(reporter: int, report: GarReport) -> Error:
+    names = _differences(report.mine, report.theirs)
     return MismatchError(
-        "the ranks did not make the same call; they differ in "
-        f"{_differences(report.mine, report.theirs)}:\n"
+        f"the ranks did not make the same call; they differ in {names}:\n"
         f"  rank {reporter}: {_call(report.mine)}\n"
         f"  rank {report.peer}: {_call(report.theirs)}\n"
         "make the same calls with the same arguments in the same order on every rank"
+        f"{_hints(names)}"
     )
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gpuallreduce.arrays import Array, Bound, bind
+from gpuallreduce.arrays import Array
 
 __all__ = ["Column", "Fuser", "buckets"]
 
 FUSED_BYTES = 4 << 20  # a bucket; also the memory that fusing takes beyond the caller's arrays
 ALONE_BYTES = 1 << 20  # larger arrays go by themselves: packing would cost more than a call
 
-Column = Sequence[Bound]  # one array on every local rank
+Column = Sequence[Array]  # one array on every local rank
 
 
 def buckets(columns: Sequence[Column]) -> list[list[Column]]:
@@ -26,8 +26,7 @@ def buckets(columns: Sequence[Column]) -> list[list[Column]]:
     found: list[list[Column]] = []
     open_buckets: dict[Any, tuple[list[Column], int]] = {}
     for column in columns:
-        dtype = column[0].result.dtype
-        nbytes = column[0].count * dtype.itemsize
+        dtype, nbytes = column[0].dtype, column[0].nbytes
         if nbytes >= ALONE_BYTES:
             found.append([column])
             continue
@@ -62,16 +61,16 @@ class Fuser:
             return
         if not self._buffers:
             self._buffers = [np.empty(FUSED_BYTES, np.uint8) for _ in range(self._nlocal)]
-        counts = tuple(column[0].count for column in bucket)
-        dtype = bucket[0][0].result.dtype
+        counts = tuple(column[0].size for column in bucket)
+        dtype = bucket[0][0].dtype
         packed = [each[: sum(counts) * dtype.itemsize].view(dtype) for each in self._buffers]
         for rank, buffer in enumerate(packed):
             for part, column in zip(_parts(buffer, counts), bucket, strict=True):
-                part[...] = column[rank].result.ravel()
-        call([bind(buffer, None) for buffer in packed], counts)
+                part[...] = column[rank].ravel()
+        call(packed, counts)
         for rank, buffer in enumerate(packed):
             for part, column in zip(_parts(buffer, counts), bucket, strict=True):
-                target = column[rank].result
+                target = column[rank]
                 target[...] = part.reshape(target.shape)
 
 

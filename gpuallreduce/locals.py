@@ -5,15 +5,19 @@ Knows nothing of plans or of how a call runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpuallreduce.arrays import Array, Bound, bind, check_array
+from gpuallreduce.arrays import Array, Bound, bind, check_array, check_writeable, overlap
 from gpuallreduce.errors import InvalidArgument, NotSupported
 
-__all__ = ["LocalRanks", "check_devices", "check_timeout"]
+__all__ = ["LocalRanks", "check_devices", "check_integer", "check_shape", "check_timeout"]
+
+LONGEST_S = 1e9  # about 30 years
 
 
 def check_devices(devices: Sequence[str]) -> list[str]:
@@ -36,10 +40,39 @@ def check_devices(devices: Sequence[str]) -> list[str]:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """Seconds above 0, or None."""
-    if timeout is not None and not timeout > 0:
-        raise InvalidArgument(f"timeout={timeout!r}: give seconds above 0, or None for the default")
-    return timeout
+    """Seconds above 0, or None; at most what 64 bits hold in nanoseconds.
+
+    Raises:
+        InvalidArgument: it is no number above 0.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
+        raise InvalidArgument(
+            f"timeout={timeout!r}: give seconds above 0 (None: the default, or no limit)"
+        )
+    return float(min(timeout, LONGEST_S))
+
+
+def check_integer(value: Any, name: str) -> int:
+    """An integer of any kind.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name}={value!r} is not an integer") from None
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """A shape from an integer or integers, none negative."""
+    sizes = shape if isinstance(shape, list | tuple) else (shape,)
+    checked = tuple(check_integer(size, "shape") for size in sizes)
+    if any(size < 0 for size in checked):
+        raise InvalidArgument(f"shape={shape!r} has a negative size")
+    return checked
 
 
 class LocalRanks:
@@ -70,15 +103,25 @@ class LocalRanks:
         """The inverse of split."""
         return values[0] if len(self.ranks) == 1 else values
 
-    def pairs(self, arrays: Any, out: Any) -> list[tuple[int, Array, Array | None]]:
-        """(rank, array, out or None) for each local rank, all of them arrays."""
+    def pairs(
+        self, arrays: Any, out: Any, *, reads_out: Callable[[int], bool] = lambda rank: True
+    ) -> list[tuple[int, Array, Array | None]]:
+        """(rank, array, out or None) for each local rank, all of them arrays.
+
+        Args:
+            arrays: the inputs.
+            out: the outputs, or None.
+            reads_out: tells whether a rank's output is looked at.
+        """
         count = len(self.ranks)
         outs = [None] * count if out is None else self.split(out, "out arrays")
         return [
             (
                 rank,
                 check_array(array, f"the array of rank {rank}"),
-                None if to is None else check_array(to, f"out of rank {rank}"),
+                check_array(to, f"out of rank {rank}")
+                if to is not None and reads_out(rank)
+                else None,
             )
             for rank, array, to in zip(self.ranks, self.split(arrays, "arrays"), outs, strict=True)
         ]
@@ -91,18 +134,59 @@ class LocalRanks:
         """
         return self.check_equal([bind(array, to) for _, array, to in self.pairs(arrays, out)])
 
-    def bind_columns(self, arrays: Any) -> list[list[Bound]]:
-        """Binds a list of arrays per rank, in place: for each array its bound on every rank."""
+    def columns(self, arrays: Any) -> list[list[Array]]:
+        """Turns a list of arrays per rank into one list per array, with that of each local rank.
+
+        Raises:
+            InvalidArgument: ranks brought different numbers of arrays, or a rank brought arrays
+                that share memory, which cannot be reduced together.
+        """
         per_rank = [list(each) for each in self.split(arrays, "lists of arrays")]
         lengths = [len(each) for each in per_rank]
         if len(set(lengths)) > 1:
             raise InvalidArgument(
                 f"local ranks brought {lengths} arrays; bring as many on every rank"
             )
-        return [self.bind(self.give(list(column)), None) for column in zip(*per_rank, strict=True)]
+        for rank, each in zip(self.ranks, per_rank, strict=True):
+            for i, array in enumerate(each):
+                check_array(array, f"array {i} of rank {rank}")
+        self._check_apart([array for each in per_rank for array in each])
+        return [list(column) for column in zip(*per_rank, strict=True)]
+
+    @staticmethod
+    def _check_apart(arrays: list[Array]) -> None:
+        """Raises InvalidArgument if two arrays share an element; sorts, so many cost little."""
+        spans = sorted(
+            (*np.lib.array_utils.byte_bounds(array), i)
+            for i, array in enumerate(arrays)
+            if array.size
+        )
+        reach: list[tuple[int, int]] = []  # (end, array) of spans that may still meet the next
+        for low, high, i in spans:
+            reach = [(end, j) for end, j in reach if end > low]
+            if any(overlap(arrays[i], arrays[j]) for _, j in reach):
+                raise InvalidArgument(
+                    "two of the arrays share memory, so one call cannot reduce both; bring every "
+                    "array once (tied weights too)"
+                )
+            reach.append((high, i))
+
+    def check_fusible(self, column: list[Array]) -> None:
+        """Raises InvalidArgument if local ranks' arrays differ or cannot be written."""
+        for rank, array in zip(self.ranks, column, strict=True):
+            check_writeable(array, f"an array of rank {rank}")
+            if array.size != column[0].size or array.dtype != column[0].dtype:
+                raise InvalidArgument(
+                    f"rank {rank} brought {array.size} x {array.dtype} where rank {self.ranks[0]} "
+                    f"brought {column[0].size} x {column[0].dtype}; bring the same on every rank"
+                )
 
     def check_equal(self, bounds: list[Bound]) -> list[Bound]:
-        """The bounds themselves, if all local ranks brought the same count, dtype and layout."""
+        """The bounds themselves, if all local ranks brought the same count, dtype and layout.
+
+        Raises:
+            InvalidArgument: they differ, or what one rank writes belongs to another as well.
+        """
         first = bounds[0]
         for rank, bound in zip(self.ranks, bounds, strict=True):
             if bound.count != first.count or bound.result.dtype != first.result.dtype:
@@ -117,11 +201,29 @@ class LocalRanks:
                     "(such as C and Fortran order); bring the same layout on every rank, or "
                     "np.ascontiguousarray(x)"
                 )
+        self._check_ranks_apart(bounds)
         return bounds
 
-    def check_root(self, root: int) -> None:
-        """Raises InvalidArgument if there is no such rank."""
-        if not 0 <= root < self.nranks:
+    def _check_ranks_apart(self, bounds: list[Bound]) -> None:
+        for i, one in enumerate(bounds):
+            for j, other in enumerate(bounds):
+                if i == j or not one.written:
+                    continue
+                if overlap(one.result, other.source) or overlap(one.result, other.result):
+                    raise InvalidArgument(
+                        f"the result of rank {self.ranks[i]} shares memory with an array of rank "
+                        f"{self.ranks[j]}; give every rank arrays of its own"
+                    )
+
+    def check_root(self, root: int) -> int:
+        """A rank.
+
+        Raises:
+            InvalidArgument: there is no such rank.
+        """
+        checked = check_integer(root, "root")
+        if not 0 <= checked < self.nranks:
             raise InvalidArgument(
                 f"root={root} is not a rank; there are ranks 0 to {self.nranks - 1}"
             )
+        return checked

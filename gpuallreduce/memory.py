@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,26 +114,39 @@ def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) ->
     return SegmentLayout(nranks, max_channels, abort, reports, sequence, calls, laid, pad_bytes, at)
 
 
-class SharedPages(mmap.mmap):
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class SharedPages:
     """Shared pages of this process: anonymous memory in a file without a name (memfd).
 
     Nothing is left behind when every process that holds it is gone, however it ended. Pages cost
-    memory once touched. Arrays made of it keep it alive.
+    memory once touched. The C library's mmap, not Python's, which keeps a descriptor open for each.
+
+    Attributes:
+        address: where the pages begin.
+        memory: a buffer over them; they are unmapped when nothing refers to it any more.
     """
 
-    def __new__(cls, fd: int, nbytes: int) -> SharedPages:
-        """Maps the first bytes of a memfd; the descriptor stays the caller's."""
-        try:
-            self = super().__new__(cls, fd, nbytes, flags=mmap.MAP_SHARED)
-        except (OSError, ValueError) as error:
-            raise DeviceError(
-                f"mapping {nbytes} bytes of shared memory failed: {error}. Check the limits on "
-                "address space (ulimit -v) and on open files (ulimit -n)"
-            ) from error
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        return self
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps the first bytes of a memfd; the descriptor stays the caller's.
 
-    address: int
+        Raises:
+            DeviceError: the system refused.
+        """
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            raise DeviceError(
+                f"mapping {nbytes} bytes of shared memory failed: "
+                f"{os.strerror(ctypes.get_errno())}. Check the limit on address space (ulimit -v)"
+            )
+        self.address = int(address)
+        self.memory = (ctypes.c_char * nbytes).from_address(self.address)
+        weakref.finalize(self.memory, _libc.munmap, self.address, nbytes).atexit = False
 
     @staticmethod
     def create_fd(nbytes: int) -> int:
@@ -150,7 +164,8 @@ class SharedPages(mmap.mmap):
     ) -> np.ndarray[Any, Any]:
         """An array over a part of the pages; it keeps them alive."""
         count = int(np.prod(shape, dtype=np.int64))
-        flat = np.frombuffer(self, np.uint8, count * dtype.itemsize, offset)
+        buffer = memoryview(self.memory).cast("B")
+        flat = np.frombuffer(buffer, np.uint8, count * dtype.itemsize, offset)
         return flat.view(dtype).reshape(shape)
 
 
@@ -178,11 +193,6 @@ class SymmetricBuffer:
     ) -> np.ndarray[Any, Any]:
         """The rank's array at the start of its bytes."""
         return self.mappings[rank].array(0, shape, dtype)
-
-    def offset_of(self, address: int, rank: int) -> int | None:
-        """Where an address of a rank lies in its bytes; None if it lies elsewhere."""
-        offset = address - self.addresses[rank]
-        return offset if 0 <= offset < max(self.nbytes, 1) else None
 
 
 class Segments:

@@ -59,12 +59,10 @@ class Orchestrator:
             reports_offset=layout.reports,
             nranks=layout.nranks,
         )
-        device.watch(marks, transport.connections())
+        device.watch(marks, transport.processes())
 
-    def arguments(
-        self, plan: Plan, rank: int, *, timeout_s: float | None, detail: int = 0
-    ) -> GarArgs:
-        """A plan's kernel arguments on one rank, all but the addresses of a call."""
+    def arguments(self, plan: Plan, rank: int, *, timeout_s: float | None) -> GarArgs:
+        """A plan's kernel arguments on one rank, all but a call's addresses and its detail."""
         layout = self.segments.layout
         region = layout.regions[plan.region.name]
         args = GarArgs()
@@ -77,7 +75,7 @@ class Orchestrator:
         args.steps_offset, args.ready_offset = region.steps, region.ready
         args.credit_offset, args.slots_offset = region.credit, region.slots
         args.timeout_ns = 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
-        args.header = plan.header(ALGORITHM_CODES[plan.config.algorithm], detail)
+        args.header = plan.header(ALGORITHM_CODES[plan.config.algorithm])
         args.rank, args.nranks, args.root = rank, self.topology.nranks, plan.request.root
         args.nsets, args.nlinks, args.nslots = (
             region.region.nsets,

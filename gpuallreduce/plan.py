@@ -167,14 +167,14 @@ class Plan:
         """Elements of a chunk as the kernel counts them."""
         return self.config.chunk_count * self.items
 
-    def header(self, algorithm_code: int, detail: int) -> GarHeader:
-        """What every rank's kernel compares with its peers'; the kernel fills in the sequence
-        number.
+    def header(self, algorithm_code: int) -> GarHeader:
+        """What every rank's kernel compares with its peers'.
+
+        The kernel fills in the sequence number, and every call the detail: memory layout, offsets
+        in symmetric buffers, fused parts.
 
         Args:
             algorithm_code: position of the algorithm in ALGORITHMS.
-            detail: digest of what else must agree: memory layout, offsets in symmetric buffers,
-                fused parts.
         """
         request, config = self.request, self.config
         signature = 0
@@ -189,7 +189,7 @@ class Plan:
         ):
             signature = signature << bits | value
         geometry = config.chunk_count << 16 | int(config.push) << 15 | config.nchannels
-        return GarHeader(0, request.count, signature, geometry, detail)
+        return GarHeader(0, request.count, signature, geometry, 0)
 
 
 def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, Any]:
@@ -215,5 +215,5 @@ def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, A
     }
     decoded.update(reversed(list(fields.items())))
     decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0x7FFF
-    decoded["layout"] = f"{header.detail:#x}"
+    decoded["arrangement"] = f"{header.detail:#x}"
     return decoded

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuallreduce.memory import SharedPages, SymmetricBuffer
+from gpuallreduce.memory import SymmetricBuffer
 
 __all__ = ["AddressTable", "Place", "SymmetricBuffers", "address_table"]
 
@@ -49,7 +49,7 @@ class SymmetricBuffers:
             gone: told where the buffer began when its last array is gone.
         """
         begin = buffer.addresses[rank]
-        mine: SharedPages = buffer.mappings[rank]
+        mine = buffer.mappings[rank].memory
         # The caller's arrays own this rank's pages; when the last is gone, so are the peers'.
         buffer.mappings = tuple(pages for i, pages in enumerate(buffer.mappings) if i != rank)
         self._by_address[begin] = buffer
@@ -61,7 +61,7 @@ class SymmetricBuffers:
 
     def find(self, address: int) -> Place | None:
         """Where an address lies, if it lies in a buffer."""
-        for begin, buffer in self._by_address.items():
+        for begin, buffer in list(self._by_address.items()):  # another thread may drop arrays
             if begin <= address < begin + max(buffer.nbytes, 1):
                 return Place(buffer, address - begin)
         return None

@@ -5,17 +5,18 @@ Knows nothing of what the memory is for.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.errors import MismatchError
-from gpuallreduce.memory import SharedPages, SymmetricBuffer
+from gpuallreduce.memory import PAGE_BYTES, SharedPages, SymmetricBuffer
 
 __all__ = ["LocalTransport", "SharedMemoryTransport", "Transport"]
-
-PAGE_BYTES = 4096
 
 
 class Transport(Protocol):
@@ -25,14 +26,19 @@ class Transport(Protocol):
     nranks: int
     ranks: tuple[int, ...]
 
-    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
+    def allocate(
+        self, nbytes: int, *, purpose: str, timeout: float | None = None
+    ) -> SymmetricBuffer:
         """A symmetric buffer of zeros. A collective: every process calls it in the same order."""
 
     def lost(self) -> Sequence[int]:
         """Ranks whose process is known to be gone."""
 
-    def connections(self) -> Mapping[int, int]:
-        """Sockets by rank that end when the rank's process does, as far as this process has any."""
+    def processes(self) -> Mapping[int, int]:
+        """For other ranks a descriptor that is readable once the rank's process has ended."""
+
+    def interrupt(self) -> None:
+        """Makes another thread's ``allocate`` fail, now and from now on."""
 
     def close(self) -> None:
         """Gives up connections to other processes; memory lives on while it is used."""
@@ -52,8 +58,10 @@ class LocalTransport:
         self.ranks = tuple(range(nranks))
         self._made = 0
 
-    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
-        """See Transport."""
+    def allocate(
+        self, nbytes: int, *, purpose: str, timeout: float | None = None
+    ) -> SymmetricBuffer:
+        """See Transport; nobody is waited for."""
         mappings: list[SharedPages] = []
         for _ in range(self.nranks):
             fd = SharedPages.create_fd(_pages(nbytes))
@@ -69,9 +77,12 @@ class LocalTransport:
         """Nobody: threads of this process."""
         return ()
 
-    def connections(self) -> Mapping[int, int]:
-        """None."""
+    def processes(self) -> Mapping[int, int]:
+        """None: there is one process."""
         return {}
+
+    def interrupt(self) -> None:
+        """Nothing waits."""
 
     def close(self) -> None:
         """Nothing to give up."""
@@ -87,13 +98,29 @@ class SharedMemoryTransport:
         self.nranks = rendezvous.nranks
         self.ranks: tuple[int, ...] = (rendezvous.rank,)
         self._made = 0
+        self._processes = self._open_processes()
 
-    def allocate(self, nbytes: int, *, purpose: str) -> SymmetricBuffer:
+    def _open_processes(self) -> dict[int, int]:
+        """A pidfd for every other rank that shares this process's numbering of processes."""
+        space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+        mine = {"pid": os.getpid(), "space": space}
+        opened: dict[int, int] = {}
+        for rank, part in enumerate(self.rendezvous.exchange("processes", mine)):
+            if part.payload["space"] == space and rank not in self.ranks:
+                with contextlib.suppress(OSError):
+                    opened[rank] = os.pidfd_open(part.payload["pid"])
+        weakref.finalize(self, _close_all, tuple(opened.values()))
+        return opened
+
+    def allocate(
+        self, nbytes: int, *, purpose: str, timeout: float | None = None
+    ) -> SymmetricBuffer:
         """See Transport.
 
         Raises:
             MismatchError: the ranks asked for different sizes.
             DeviceError: a rank could not; every rank raises and says which.
+            Timeout: a rank did not come.
         """
         fd, error = -1, None
         self._made += 1
@@ -105,7 +132,7 @@ class SharedMemoryTransport:
             stage = f"{purpose} {self._made}"
             payload = {"nbytes": nbytes}
             parts = self.rendezvous.exchange(
-                stage, payload, fds=(fd,) if fd >= 0 else (), error=error
+                stage, payload, fds=(fd,) if fd >= 0 else (), error=error, timeout=timeout
             )
         finally:
             if fd >= 0:
@@ -126,18 +153,31 @@ class SharedMemoryTransport:
                     os.close(received)
         if isinstance(error, MismatchError):
             raise error  # every rank saw the same sizes
-        self.rendezvous.exchange(f"{purpose} {self._made} mapped", error=error)
+        self.rendezvous.exchange(f"{purpose} {self._made} mapped", error=error, timeout=timeout)
         addresses = tuple(mapping.address for mapping in mappings)
         return SymmetricBuffer(addresses, nbytes, self._made, tuple(mappings))
 
     def lost(self) -> Sequence[int]:
         """See Transport."""
-        return self.rendezvous.lost()
+        gone = select.poll()
+        ranks = {fd: rank for rank, fd in self._processes.items()}
+        for fd in ranks:
+            gone.register(fd, select.POLLIN)
+        return sorted(ranks[fd] for fd, _ in gone.poll(0))
 
-    def connections(self) -> Mapping[int, int]:
-        """Rank 0 has all, the others that of rank 0."""
-        return self.rendezvous.sockets()
+    def processes(self) -> Mapping[int, int]:
+        """See Transport."""
+        return self._processes
+
+    def interrupt(self) -> None:
+        """See Transport."""
+        self.rendezvous.interrupt()
 
     def close(self) -> None:
         """See Transport."""
         self.rendezvous.close()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -10,7 +10,9 @@ static constexpr int kIdleSpins = 2000;
 
 Workers::Workers(bool spin) : spin_(spin) {}
 
-Workers::~Workers() {
+Workers::~Workers() { stop(); }
+
+void Workers::stop() {
   for (auto& worker : workers_) {
     {
       std::lock_guard<std::mutex> lock(worker->mutex);
@@ -19,6 +21,7 @@ Workers::~Workers() {
     worker->wake.notify_one();
     worker->thread.join();
   }
+  workers_.clear();
 }
 
 void Workers::serve(Worker* worker) {
@@ -49,9 +52,11 @@ bool Workers::run(const GarLaunch* launches, uint32_t count) {
     for (uint32_t b = 0; b < launches[i].nblocks; ++b)
       tasks_.push_back({launches[i].kernel, launches[i].args, {b, launches[i].nblocks, 0, nullptr}});
   while (workers_.size() + 1 < tasks_.size()) {
-    workers_.emplace_back(new Worker);
-    Worker* worker = workers_.back().get();
+    workers_.reserve(workers_.size() + 1);  // from here on only the thread itself can be refused
+    std::unique_ptr<Worker> made(new Worker);
+    Worker* worker = made.get();
     worker->thread = std::thread([this, worker] { serve(worker); });
+    workers_.push_back(std::move(made));
   }
   failed_.store(false, std::memory_order_relaxed);
   pending_.store(int(tasks_.size()) - 1, std::memory_order_relaxed);
@@ -70,8 +75,3 @@ bool Workers::run(const GarLaunch* launches, uint32_t count) {
 }
 
 }  // namespace gar
-
-extern "C" {
-void* gar_workers_new(int spin) { return new gar::Workers(spin != 0); }
-void gar_workers_free(void* workers) { delete static_cast<gar::Workers*>(workers); }
-}

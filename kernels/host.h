@@ -28,8 +28,11 @@ class Workers {
   explicit Workers(bool spin);
   ~Workers();
   Workers(const Workers&) = delete;
-  // Runs all blocks of all launches to their end. False if any gave up.
+  // Runs all blocks of all launches to their end. False if any gave up. Throws, before any block runs, if the system
+  // gives no thread for one.
   bool run(const GarLaunch* launches, uint32_t count);
+  // Ends the threads; a later run makes new ones. No run may be going on.
+  void stop();
 
  private:
   struct Task {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -270,12 +272,17 @@ def refused():
     )
     yield (
         "object dtype",
-        lambda: ([np.array([None])] * 2, {}),
+        lambda: ([np.array([None]) for _ in range(2)], {}),
         gar.InvalidArgument,
         "supported: bool",
     )
-    yield "byte order", lambda: ([np.ones(3, ">f4")] * 2, {}), gar.InvalidArgument, "byte-swapped"
-    yield "masked", lambda: ([np.ma.ones(3)] * 2, {}), gar.InvalidArgument, "mask"
+    yield (
+        "byte order",
+        lambda: ([np.ones(3, ">f4") for _ in range(2)], {}),
+        gar.InvalidArgument,
+        "byte-swapped",
+    )
+    yield "masked", lambda: ([np.ma.ones(3) for _ in range(2)], {}), gar.InvalidArgument, "mask"
     yield (
         "operator",
         lambda: ([ones.copy(), ones.copy()], {"op": "mean"}),
@@ -284,7 +291,7 @@ def refused():
     )
     yield (
         "max of complex",
-        lambda: ([np.ones(2, complex)] * 2, {"op": "max"}),
+        lambda: ([np.ones(2, complex) for _ in range(2)], {"op": "max"}),
         gar.NotSupported,
         "takes sum, prod, avg",
     )
@@ -351,6 +358,135 @@ def refused():
         gar.InvalidArgument,
         "zero stride",
     )
+
+
+def refused_values():
+    yield "text for a timeout", {"timeout": "5"}, "seconds above 0"
+    yield "float channels", {"nchannels": 1.0}, "not an integer"
+    yield "float chunk", {"chunk_bytes": 1e4}, "not an integer"
+
+
+@pytest.mark.parametrize(("name", "keywords", "text"), list(refused_values()))
+def test_values_of_a_wrong_kind_are_refused(ranks, name, keywords, text):
+    comm = ranks(2)
+    with pytest.raises(gar.InvalidArgument, match=text):
+        comm.allreduce([filled((4,), rank) for rank in range(2)], **keywords)
+    with pytest.raises(gar.InvalidArgument, match="not an integer"):
+        comm.broadcast([filled((4,), rank) for rank in range(2)], root=0.0)
+
+
+def test_an_endless_timeout_is_taken(ranks):
+    comm = ranks(2)
+    xs = [filled((4,), rank) for rank in range(2)]
+    comm.allreduce(xs, timeout=float("inf"))
+    assert (xs[0] == total((4,), 2)).all()
+
+
+@pytest.mark.parametrize("shape", [-1, (3, -2), 1.5, (2.0,)])
+def test_empty_refuses_what_is_no_shape(ranks, shape):
+    with pytest.raises(gar.InvalidArgument):
+        ranks(2).empty(shape)
+    assert ranks(2).empty(np.int64(5))[0].shape == (5,)
+
+
+@pytest.mark.parametrize("count", [8, 1000, 100_000])
+@pytest.mark.parametrize("warm", [False, True])
+def test_ranks_that_share_memory_are_refused_at_every_size(ranks, count, warm):
+    """Which algorithm runs, and whether the call was made before, must not decide."""
+    comm = ranks(2)
+    if warm:
+        comm.allreduce([np.ones(count, np.float32) for _ in range(2)])
+        ones = [np.ones(count, np.float32) for _ in range(4)]
+        comm.allreduce(ones[:2], out=ones[2:])
+    x, y = np.ones(count, np.float32), np.ones(count, np.float32)
+    with pytest.raises(gar.InvalidArgument, match="arrays of its own"):
+        comm.allreduce([x, x])
+    with pytest.raises(gar.InvalidArgument, match="arrays of its own"):
+        comm.allreduce([x, y], out=[y, x])
+    with pytest.raises(gar.InvalidArgument, match="arrays of its own"):
+        comm.allreduce([x, y], out=[np.empty_like(x), x])
+    comm.allreduce([x, x], out=[np.empty_like(x), np.empty_like(x)])  # read by both: fine
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_short_way_takes_no_more_than_the_long_one(ranks, warm):
+    comm = ranks(2)
+    if warm:
+        comm.allreduce([np.ones(1, np.float32) for _ in range(2)])
+        comm.allreduce([np.ones((), np.float32) for _ in range(2)])
+
+    class Lookalike:
+        dtype = np.dtype(np.float32)
+        __array_struct__ = None
+
+    for pair in (
+        [np.ma.ones(1, np.float32), np.ma.ones(1, np.float32)],
+        [np.float32(1), np.float32(2)],
+        [Lookalike(), Lookalike()],
+    ):
+        with pytest.raises(gar.InvalidArgument):
+            comm.allreduce(pair)
+
+
+def test_tuples_do_as_well_as_lists(ranks):
+    comm = ranks(2)
+    for _ in range(2):
+        xs = tuple(filled((9,), rank) for rank in range(2))
+        assert comm.allreduce(xs) is xs
+        assert (xs[1] == total((9,), 2)).all()
+
+
+def test_reduce_takes_any_layout(ranks):
+    comm = ranks(2)
+    for arrange in (np.asfortranarray, lambda a: np.repeat(a, 2, axis=0)[::2]):
+        xs = [arrange(filled((6, 5), rank)) for rank in range(2)]
+        comm.reduce(xs, root=1)
+        assert (xs[1] == total((6, 5), 2)).all()
+        ys = [filled((6, 5), rank) for rank in range(2)]
+        outs = ["not looked at", arrange(np.zeros((6, 5), np.float32))]
+        comm.reduce(ys, outs, root=1)
+        assert (outs[1] == total((6, 5), 2)).all()
+
+
+@pytest.mark.parametrize("count", [100, 400_000])
+def test_fused_arrays_that_share_memory_are_refused(ranks, count):
+    comm = ranks(2)
+    xs = [np.ones(count, np.float32) for _ in range(2)]
+    with pytest.raises(gar.InvalidArgument, match="share memory"):
+        comm.allreduce_many([[x, x] for x in xs])
+    with pytest.raises(gar.InvalidArgument, match="share memory"):
+        comm.allreduce_many([[x[:60], np.ones(3, np.float32), x[40:]] for x in xs])
+    comm.allreduce_many([[x[::2], x[1::2]] for x in xs])  # interleaved, nothing shared
+    assert all((x == 2).all() for x in xs)
+    comm.allreduce_many([[], []])
+
+
+def test_fused_strided_arrays_take_no_more_memory_than_a_bucket(ranks):
+    import tracemalloc
+
+    comm = ranks(2)
+    per_rank = [[np.ones((50_000, 2), np.float32)[:, 0] for _ in range(40)] for _ in range(2)]
+    comm.allreduce_many(per_rank)
+    tracemalloc.start()
+    comm.allreduce_many(per_rank)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20  # the buckets are kept from the first call
+    assert all((array == 4).all() for arrays in per_rank for array in arrays)
+
+
+def test_a_closed_communicator_has_no_threads_left():
+    import threading  # Python's count does not see them; the system's does
+
+    before = len(os.listdir("/proc/self/task"))
+    kept = []
+    for _ in range(5):
+        comm = gar.Communicator(["host"] * 3)
+        comm.allreduce([np.ones(5) for _ in range(3)])
+        comm.close()
+        kept.append(comm)
+    assert len(os.listdir("/proc/self/task")) == before
+    assert threading.active_count() >= 1
 
 
 @pytest.mark.parametrize(("name", "make", "kind", "text"), list(refused()))

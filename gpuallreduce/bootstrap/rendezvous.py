@@ -120,9 +120,10 @@ class Rendezvous:
             return list(self._lost)
         return list(lost_of(self._peers))
 
-    def sockets(self) -> dict[int, int]:
-        """Descriptors of the connections by rank: rank 0 has all, the others that of rank 0."""
-        return {rank: peer.connection.fileno() for rank, peer in self._peers.items()}
+    def interrupt(self) -> None:
+        """Makes a stage that another thread of this rank is in fail, and every later one."""
+        for peer in list(self._peers.values()):
+            peer.connection.shutdown()
 
     def close(self) -> None:
         """Closes all connections. Idempotent; the others see it in ``lost`` or the next stage."""

@@ -151,12 +151,16 @@ class Connection:
         poll.register(self._sock, select.POLLRDHUP)
         return bool(poll.poll(0))
 
+    def shutdown(self) -> None:
+        """Ends the conversation in both directions; from any thread. The socket stays open."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Closes the socket and drops what was received in part. Idempotent."""
         close_fds(self._fds)
         self._fds.clear()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread of ours that waits on it
+        self.shutdown()  # wakes a thread of ours that waits on it
         self._sock.close()
 
     def send(

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gpuallreduce.args import GarArgs, GarLaunch
 from gpuallreduce.errors import DeviceError
 from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
@@ -30,9 +32,10 @@ def _runtime() -> ctypes.PyDLL:
     """The launcher. PyDLL: its functions take Python objects and hold the interpreter's lock."""
     library = ctypes.PyDLL(str(compile_host_runtime()))
     library.gar_host_new.restype = ctypes.py_object
-    library.gar_host_new.argtypes = [ctypes.c_int, ctypes.c_uint32]
-    library.gar_host_idle.restype = ctypes.c_int
-    library.gar_host_idle.argtypes = [ctypes.py_object]
+    library.gar_host_new.argtypes = [ctypes.c_int, ctypes.c_uint32, ctypes.py_object]
+    for name in ("gar_host_idle", "gar_host_mine"):
+        getattr(library, name).restype = ctypes.c_int
+        getattr(library, name).argtypes = [ctypes.py_object]
     library.gar_host_load_acquire.restype = ctypes.c_uint64
     library.gar_host_load_acquire.argtypes = [ctypes.c_uint64]
     library.gar_host_claim.restype = ctypes.c_int
@@ -102,7 +105,9 @@ class HostDevice:
             spin: waiting threads may spin, since every rank has a core.
         """
         self._library = _runtime()
-        self._state, self.call, self._launch = self._library.gar_host_new(int(spin), nlocal)
+        self._state, self.call, self._launch = self._library.gar_host_new(
+            int(spin), nlocal, np.ndarray
+        )
         self._prepared = 0
         address = ctypes.cast(self._library.gar_host_poll, ctypes.c_void_p).value
         self.poll = address or 0
@@ -164,16 +169,16 @@ class HostDevice:
         """Tells `call` that addresses in this range are part of a call's identity."""
         self._library.gar_host_add_symmetric(self._state, begin, begin + max(nbytes, 1))
 
-    def watch(self, args: GarArgs, connections: Mapping[int, int]) -> None:
-        """Marks a rank as lost when its connection ends while a call waits.
+    def watch(self, args: GarArgs, processes: Mapping[int, int]) -> None:
+        """Marks a rank as lost when its process ends while a call waits.
 
         Args:
             args: any launch's arguments, for where segments and reports lie.
-            connections: socket by rank.
+            processes: for each rank a descriptor that is readable once its process has ended.
         """
-        count = len(connections)
-        fds = (ctypes.c_int * count)(*connections.values())
-        ranks = (ctypes.c_uint32 * count)(*connections)
+        count = len(processes)
+        fds = (ctypes.c_int * count)(*processes.values())
+        ranks = (ctypes.c_uint32 * count)(*processes)
         self._library.gar_host_watch(self._state, ctypes.byref(args), fds, ranks, count)
 
     def remove_symmetric(self, begin: int) -> None:
@@ -189,8 +194,13 @@ class HostDevice:
         """True if no launch runs."""
         return bool(self._library.gar_host_idle(self._state))
 
+    @property
+    def in_signal_handler(self) -> bool:
+        """True if this very thread is inside a launch: a signal handler is running."""
+        return bool(self._library.gar_host_mine(self._state))
+
     def drain(self) -> None:
-        """Waits until no launch runs."""
+        """Waits until no launch runs, and ends the launcher's threads."""
         self._library.gar_host_drain(self._state)
 
     def load_acquire(self, address: int) -> int:
