@@ -25,7 +25,8 @@ struct GarReport {
   GarHeader theirs;  // of the peer; meaningful for a mismatch
 };
 
-// Asked every few milliseconds of waiting on host devices; true gives up (an interrupt came).
+// Asked every few milliseconds of waiting on host devices: 0 waits on, 1 gives up (an interrupt came), 2 + r gives up
+// because the process of rank r has ended.
 typedef int (*GarPoll)(void* context);
 
 // One launch on one rank. Offsets are bytes from the start of any rank's segment: segments are alike.

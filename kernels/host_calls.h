@@ -95,8 +95,10 @@ class HostCalls {
   // In a forked child the threads do not exist, and nothing of this can be taken apart.
   bool forked() const { return process_ != getpid(); }
 
-  // Marks ranks whose process has ended, in every rank's segment; see NOTE aborts in primitives.cuh.
-  void mark_lost() {
+  // Marks ranks whose process has ended, in every rank's segment; see NOTE aborts in primitives.cuh. Returns one of
+  // them that had not closed its communicator before, or -1.
+  int mark_lost() {
+    int lost = -1;
     for (size_t i = 0; i < watched.size();) {
       pollfd one = {watched[i].fd, POLLIN, 0};
       if (poll(&one, 1, 0) <= 0) {
@@ -106,11 +108,13 @@ class HostCalls {
       for (uint32_t owner = 0; owner < marks.nranks; ++owner) {
         char* segment = static_cast<char*>(marks.segments[owner]);
         auto* code = reinterpret_cast<uint64_t*>(segment + marks.reports_offset + watched[i].rank * kReportBytes);
-        uint64_t none = 0;
-        __atomic_compare_exchange_n(code, &none, uint64_t(kLost), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+        uint64_t code_before = 0;
+        __atomic_compare_exchange_n(code, &code_before, uint64_t(kLost), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        if (code_before != kClosed) lost = int(watched[i].rank);
       }
       watched.erase(watched.begin() + long(i));
     }
+    return lost;
   }
   uint64_t if_symmetric(const void* data) const {
     const uint64_t address = reinterpret_cast<uint64_t>(data);

@@ -267,12 +267,12 @@ int gar_host_claim(uint64_t address) { return gar::claim(reinterpret_cast<uint64
 void gar_host_store_release(uint64_t address, uint64_t value) {
   gar::store_release(reinterpret_cast<uint64_t*>(address), value);
 }
-// GarArgs::poll: looks for lost ranks and lets Python's signal handlers run; true if one raised.
+// GarArgs::poll: looks for lost ranks, and lets Python's signal handlers run.
 int gar_host_poll(void* context) {
   const int held = PyGILState_Ensure();  // held while marking, too: each block of a rank polls from its own thread
-  static_cast<gar::HostCalls*>(context)->mark_lost();
+  const int lost = static_cast<gar::HostCalls*>(context)->mark_lost();
   const int raised = PyErr_CheckSignals();
   PyGILState_Release(held);
-  return raised != 0;
+  return raised != 0 ? 1 : lost >= 0 ? 2 + lost : 0;
 }
 }

@@ -64,7 +64,7 @@ struct Backoff {
   uint32_t looks = 0;
   GAR_DEVICE explicit Backoff(const GarArgs&) {}
   GAR_DEVICE bool pause() { return (++looks & 255) == 0; }
-  GAR_DEVICE bool interrupted(const GarArgs&) { return false; }
+  GAR_DEVICE int interrupted(const GarArgs&) { return 0; }
 };
 
 template <class E, int N>

@@ -149,11 +149,11 @@ struct Backoff {
     }
     return true;
   }
-  // Asks the caller's poll (an interrupt from the keyboard, say) now and then.
-  bool interrupted(const GarArgs& args) {
-    if (args.poll == nullptr || clock_ns() - polled_ns < kPollEveryNs) return false;
+  // Asks the caller's poll now and then; see GarPoll.
+  int interrupted(const GarArgs& args) {
+    if (args.poll == nullptr || clock_ns() - polled_ns < kPollEveryNs) return 0;
     polled_ns = clock_ns();
-    return args.poll(args.poll_context) != 0;
+    return args.poll(args.poll_context);
   }
 };
 

@@ -30,7 +30,8 @@ enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };                         
 // Each wait looks at its own rank's abort word, so all ranks leave the call soon after the first one gave up. A rank
 // that closes its communicator leaves a report with kClosed but sets no abort word, since its peers may still be
 // finishing the last call; a wait for such a rank looks at the word once more (the report came after everything that
-// the rank ever posted) and then gives up. Whoever learns that a rank's process is gone leaves kLost in its name.
+// the rank ever posted) and then gives up. Whoever learns that a rank's process is gone leaves kLost in its
+// name and gives up: that rank cannot take part in what is being waited for.
 class Channel {
  public:
   const Block& block;
@@ -161,10 +162,11 @@ class Channel {
       const uint64_t fate = load_acquire(&report_of(rank, peer)->code);
       const bool closed = fate == kClosed || fate == kLost;
       if (closed && int64_t(load_acquire(word) - want) >= 0) return true;
-      const bool interrupted = backoff.interrupted(args);
-      if (!closed && !interrupted && (args.timeout_ns == 0 || now - start <= args.timeout_ns)) continue;
+      const int verdict = backoff.interrupted(args);
+      if (!closed && verdict == 0 && (args.timeout_ns == 0 || now - start <= args.timeout_ns)) continue;
       GarReport report = {};
-      report.code = closed ? fate : interrupted ? kAborted : kTimedOut;
+      report.code = closed ? fate : verdict > 1 ? kLost : verdict == 1 ? kAborted : kTimedOut;
+      if (verdict > 1) peer = uint32_t(verdict) - 2;
       report.word = kind;
       report.step = step;
       report.peer = peer;
