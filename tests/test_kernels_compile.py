@@ -54,7 +54,7 @@ HOST_COMPILERS = ("g++", "clang++")
 # Included by the platform headers in the middle, after names that each target defines its own way.
 FRAGMENTS = {"args.h", "lanes.cuh"}
 DEVICE_ONLY = {"platform_cuda.cuh"}
-HOST_ONLY = {"platform_host.cuh", "host.h"}
+HOST_ONLY = {"platform_host.cuh", "host.h", "host_calls.h", "python_abi.h"}
 # The runtime's flags less optimisation: enough for every warning of the front end.
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
 
