@@ -29,6 +29,7 @@ LEVELS = [
     ["diagnosis"],
     ["orchestrator"],
     ["calls"],
+    ["collectives"],
     ["communicator"],
     ["api"],
     ["__init__"],
