@@ -136,3 +136,21 @@ def test_no_kernel_fuses_multiply_and_add(name):
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "mul" in text  # it is the code that multiplies
         assert re.findall(r"\tvfn?m(?:add|sub)\w*", text) == []
+
+
+def test_kernels_compiled_together_are_found_one_by_one(cache, monkeypatch):
+    other = jit.Kernel("ring_float_Sum", "ring.cuh", "ring<float, Sum>")
+    paths = jit.compile_host_together([KERNEL, other])
+    assert entries(cache) == sorted(paths)
+    assert jit.compile_host_together([KERNEL, other]) == paths
+    monkeypatch.setattr(jit, "_run", lambda *_: pytest.fail("compiled again"))
+    for kernel, path in zip((KERNEL, other), paths, strict=True):
+        assert jit.compile_host(kernel) == path
+        assert getattr(ctypes.CDLL(str(path)), kernel.symbol)
+
+
+def test_one_faulty_kernel_leaves_no_entry_for_those_compiled_with_it(cache):
+    broken = jit.Kernel("broken", "one_shot.cuh", "exchange<NoSuchTemplate<float>>")
+    with pytest.raises(gar.CompileError, match="NoSuchTemplate"):
+        jit.compile_host_together([KERNEL, broken])
+    assert entries(cache) == []

@@ -76,7 +76,8 @@ def reduce_kernel(
     if unrolled:
         arguments.append(str(request.nranks if request.nranks <= MAX_UNROLLED_RANKS else 0))
     tag = "_".join([symbol, *arguments]).replace("<", "_").replace(">", "")
-    return Kernel(tag, header, template.format(arguments=", ".join(arguments)))
+    family = f"{pair.element} {pair.functor}"
+    return Kernel(tag, header, template.format(arguments=", ".join(arguments)), family)
 
 
 def host_copy_us(nbytes: float, topology: Topology) -> float:

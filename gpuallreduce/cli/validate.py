@@ -57,7 +57,7 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="fewer counts and algorithms")
     level.add_argument(
-        "--full", action="store_true", help="every algorithm with every dtype and operator"
+        "--full", action="store_true", help="all counts for every algorithm, dtype and operator"
     )
     parser.add_argument("--seed", type=_natural, default=0, metavar="N", help="seed of the inputs")
     parser.add_argument(

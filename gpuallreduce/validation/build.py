@@ -5,12 +5,14 @@ Knows nothing of what the cases check.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from gpuallreduce import tuner
-from gpuallreduce.jit import Kernel, compile_host
+from gpuallreduce.errors import CompileError
+from gpuallreduce.jit import Kernel, compile_host, compile_host_together
 from gpuallreduce.plan import Request
 from gpuallreduce.topology import Topology
 from gpuallreduce.types import DTYPES, OPS
@@ -55,9 +57,11 @@ class Builder:
             workers: compilers at a time.
         """
         self._pool = ThreadPoolExecutor(workers, "compile")
-        self._futures: dict[Kernel, Future[Path]] = {
-            kernel: self._pool.submit(compile_host, kernel) for kernel in dict.fromkeys(kernels)
-        }
+        self._futures: dict[Kernel, Future[list[Path]]] = {}
+        for _, family in itertools.groupby(dict.fromkeys(kernels), key=lambda each: each.family):
+            together = tuple(family)
+            future = self._pool.submit(compile_host_together, together)
+            self._futures |= dict.fromkeys(together, future)
 
     def __enter__(self) -> Builder:
         return self
@@ -75,5 +79,9 @@ class Builder:
             CompileError: it cannot be compiled.
         """
         future = self._futures.get(kernel) if kernel is not None else None
-        if future is not None:
+        if future is None or kernel is None:
+            return
+        try:
             future.result()
+        except CompileError:
+            compile_host(kernel)  # alone: a faulty neighbour is not its fault

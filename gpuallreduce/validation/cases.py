@@ -34,7 +34,7 @@ VARIANTS = {
     "ring": Variant("ring", "staged"),
     "ring_any": Variant("ring", "staged", "any"),
 }
-_ALWAYS = {"quick": ("auto",), "default": ("auto", "one_shot"), "full": tuple(VARIANTS)}
+_ALWAYS = {"quick": ("auto",), "default": tuple(VARIANTS), "full": tuple(VARIANTS)}
 _ROTATING = ("two_shot", "two_shot_direct", "ring", "ring_any")
 _ELEMENTS = {dtype.element: dtype.code for dtype in DTYPES.values()}
 _FUNCTORS = {op.functor: op.code for op in OPS.values()}
@@ -90,10 +90,9 @@ def enumerate_cases(
     """The cases of a run, those of one kernel one after the other.
 
     Every pair of dtype and operator is in each level: defined pairs are reduced, the others must
-    be refused. ``full`` runs each pair through every variant. ``default`` runs each through the
-    tuner's choice, one-shot and one of the others in turn, so that each algorithm meets each
-    operator and each integer and real dtype, with half of the kernels; ``quick`` leaves out more,
-    and has fewer counts.
+    be refused. ``full`` and ``default`` run each pair through every variant; ``default`` has all
+    counts for one-shot and for one of the others in turn, and some for the rest. ``quick`` runs
+    each through the tuner's choice, and sums also through one of the others.
 
     Args:
         nranks: ranks of the communicator.
@@ -111,7 +110,8 @@ def enumerate_cases(
             cases += _refusals(dtype, op)
             continue
         for variant in variants or _chosen(level, op, _turn(kernel)):
-            cases += _allreduces(dtype, op, variant, nranks, level)
+            thorough = level == "full" or variant in ("one_shot", _turn(kernel)) or bool(variants)
+            cases += _allreduces(dtype, op, variant, nranks, few=level == "quick" or not thorough)
         if not variants:
             cases += _reductions(dtype, op, nranks, level)
     if variants or ops:
@@ -137,14 +137,14 @@ def _refusals(dtype: Dtype, op: Op) -> Iterator[Case]:
         yield Case(collective, dtype.name, op.name, 3, refused=True)
 
 
-def _allreduces(dtype: Dtype, op: Op, variant: str, nranks: int, level: str) -> Iterator[Case]:
+def _allreduces(dtype: Dtype, op: Op, variant: str, nranks: int, *, few: bool) -> Iterator[Case]:
     base = Case("allreduce", dtype.name, op.name, 0, variant)
     counts = _plain_counts(dtype, nranks)
-    quick = level == "quick" or variant == "auto"
+    quick = few or variant == "auto"
     for i, count in enumerate(counts[1::2] if quick else counts):
         for in_place in (True, False):
             yield replace(base, count=count, in_place=in_place, offset=i % 3)
-    if op.name == "sum" and level != "quick":
+    if op.name == "sum" and not few:
         large = 200_000 // dtype.itemsize + 7  # more than a slot, in chunks of the tuner's size
         yield replace(base, count=large, in_place=variant != "auto")
     if variant == "auto":
