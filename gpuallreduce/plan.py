@@ -97,6 +97,7 @@ class Region:
         nslots: slots of a set, a power of two.
         slot_bytes: capacity of a slot.
         per_peer: one slot for every peer side by side, else one.
+        partials: slots hold accumulators, which may be wider than elements.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Region:
     nslots: int
     slot_bytes: int
     per_peer: bool
+    partials: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,7 @@ def _chunk_count(
     algorithm = ALGORITHMS[name]
     itemsize = request.dtype.itemsize
     region = algorithm.region(request)
-    widest = itemsize
-    if region.nsets == 2 and name == "ring":
-        widest = max(widest, DTYPES[request.dtype.accumulator].itemsize)
+    widest = DTYPES[request.dtype.accumulator].itemsize if region.partials else itemsize
     most = region.slot_bytes // widest
     if forced.chunk_bytes is None:
         return min(most, max(1, algorithm.chunk_bytes(request, access, topology) // itemsize))

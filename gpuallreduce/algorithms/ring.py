@@ -21,7 +21,9 @@ __all__ = ["Ring"]
 
 ANY = Region("ring", nsets=1, nslots=8, slot_bytes=1 << 20, per_peer=False)
 # Partials travel in the accumulator type, so a slot holds fewer elements of narrower types.
-RANK = Region("ring_in_rank_order", nsets=2, nslots=8, slot_bytes=1 << 20, per_peer=False)
+RANK = Region(
+    "ring_in_rank_order", nsets=2, nslots=8, slot_bytes=1 << 20, per_peer=False, partials=True
+)
 
 
 def _widening(request: Request) -> int:
