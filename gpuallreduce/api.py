@@ -15,8 +15,8 @@ from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
 from gpuallreduce.errors import InvalidArgument
-from gpuallreduce.topology import available_cores, host_topology
-from gpuallreduce.transport import LocalTransport, SharedMemoryTransport, Transport
+from gpuallreduce.locals import check_devices
+from gpuallreduce.placement import joined_rank, local_ranks
 from gpuallreduce.version import VERSION
 
 __all__ = ["allreduce", "init"]
@@ -30,6 +30,7 @@ def init(
     nranks: int | None = None,
     address: str | None = None,
     secret: str | bytes | None = None,
+    device: str = "host",
     timeout: float | None = DEFAULT_TIMEOUT_S,
 ) -> Communicator:
     """Makes this process one rank of a job. A collective: every process calls it, equally often.
@@ -41,6 +42,9 @@ def init(
         rank, nranks: this process's place, where there is no launcher.
         address: where rank 0 listens: ``unix:NAME`` (a name without a file) or ``HOST:PORT``.
         secret: shared by all ranks; needed with HOST:PORT (or in GPUALLREDUCE_SECRET).
+        device: what this rank runs on: ``"host"``, ``"cuda:1"``, or ``"cuda"`` for the GPU whose
+            number is the rank among those of this machine (modulo the GPUs that it sees). A GPU
+            also becomes CuPy's current device.
         timeout: seconds until all ranks must have come, and the default limit of later waits.
 
     Raises:
@@ -48,7 +52,9 @@ def init(
         Timeout: ranks are missing; names them.
         MismatchError: ranks disagree on nranks, version or secret, or two claim one rank.
         DeviceError: a rank failed to start; every rank raises and names it.
+        NotSupported: CUDA devices where CuPy or a GPU is missing; says which.
     """
+    (name,) = check_devices([device])
     identity = identify(
         os.environ,
         rank=rank,
@@ -57,18 +63,12 @@ def init(
         secret=secret,
         instance=next(_instances),
     )
-    transport: Transport
     if identity.nranks == 1:
-        transport = LocalTransport(1)
-        cores = available_cores()
+        placement = local_ranks([name])
     else:
         rendezvous = Rendezvous.join(identity, timeout=timeout or 1e9, version=VERSION)
-        # Launchers bind each rank to cores of its own; together they may use the union.
-        parts = rendezvous.exchange("cores", {"cores": sorted(os.sched_getaffinity(0))})
-        cores = len(set().union(*(part.payload["cores"] for part in parts)))
-        transport = SharedMemoryTransport(rendezvous)
-    topology = host_topology(identity.nranks, cores=cores, one_process=identity.nranks == 1)
-    return Communicator.over(transport, topology, timeout=timeout)
+        placement = joined_rank(rendezvous, name, local_rank=identity.local_rank)
+    return Communicator.over(placement, timeout=timeout)
 
 
 _communicators: dict[tuple[str, ...], Communicator] = {}

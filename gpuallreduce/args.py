@@ -7,6 +7,7 @@ Knows only their layout; ``tests/test_args.py`` compares every field with the co
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 __all__ = [
     "ABORTED",
@@ -16,14 +17,22 @@ __all__ = [
     "LOST",
     "MISMATCH",
     "READY",
+    "TABLE_RANKS",
     "TIMED_OUT",
     "GarArgs",
+    "GarDeviceArgs",
     "GarHeader",
     "GarLaunch",
     "GarReport",
+    "GarStridedArgs",
+    "MAX_AXES",
+    "set_table",
 ]
 
 # GarReport.code and GarReport.word, as in primitives.cuh.
+TABLE_RANKS = 72  # kTableRanks of args.h
+MAX_AXES = 8
+
 TIMED_OUT, MISMATCH, ABORTED, CLOSED, LOST = 1, 2, 3, 4, 5
 CALL, READY, CREDIT = 0, 1, 2
 
@@ -57,15 +66,19 @@ class GarReport(ctypes.Structure):
     ]
 
 
-class GarArgs(ctypes.Structure):
-    """One launch on one rank."""
+def _launch_fields(table: Any) -> list[tuple[str, Any]]:
+    """The fields of one launch on one rank.
 
-    _fields_ = [
+    Args:
+        table: the type of a table of addresses by rank.
+    """
+    return [
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("segments", ctypes.c_void_p),
-        ("peer_inputs", ctypes.c_void_p),
-        ("peer_outputs", ctypes.c_void_p),
+        ("segments", table),
+        ("controls", table),
+        ("peer_inputs", table),
+        ("peer_outputs", table),
         ("count", ctypes.c_uint64),
         ("chunk_count", ctypes.c_uint64),
         ("slot_bytes", ctypes.c_uint64),
@@ -94,6 +107,18 @@ class GarArgs(ctypes.Structure):
     ]
 
 
+class GarArgs(ctypes.Structure):
+    """One launch on one host rank: tables are pointers to the caller's."""
+
+    _fields_ = _launch_fields(ctypes.c_void_p)
+
+
+class GarDeviceArgs(ctypes.Structure):
+    """One launch on one CUDA rank: tables travel with the arguments."""
+
+    _fields_ = _launch_fields(ctypes.c_void_p * TABLE_RANKS)
+
+
 class GarLaunch(ctypes.Structure):
     """A kernel, its arguments and its blocks, on one host rank."""
 
@@ -102,3 +127,31 @@ class GarLaunch(ctypes.Structure):
         ("args", ctypes.POINTER(GarArgs)),
         ("nblocks", ctypes.c_uint32),
     ]
+
+
+class GarStridedArgs(ctypes.Structure):
+    """A copy between two arrays of one shape on one GPU."""
+
+    _fields_ = [
+        ("target", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("naxes", ctypes.c_uint64),
+        ("shape", ctypes.c_uint64 * MAX_AXES),
+        ("target_strides", ctypes.c_int64 * MAX_AXES),
+        ("source_strides", ctypes.c_int64 * MAX_AXES),
+    ]
+
+
+def set_table(args: GarArgs | GarDeviceArgs, name: str, table: Any) -> None:
+    """Gives a launch a table of addresses by rank.
+
+    Args:
+        args: the launch.
+        name: the field.
+        table: a ctypes array of pointers, which the caller keeps alive for a host launch.
+    """
+    if isinstance(args, GarArgs):
+        setattr(args, name, ctypes.addressof(table))
+    else:
+        getattr(args, name)[: len(table)] = table[:]

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuallreduce import tuner
-from gpuallreduce.args import GarArgs
-from gpuallreduce.arrays import Bound, copy_to_output
-from gpuallreduce.devices.host import HostDevice
+from gpuallreduce.arrays import Bound
+from gpuallreduce.devices.base import Device, LaunchArgs
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.memory import SymmetricBuffer
 from gpuallreduce.orchestrator import Addresses, Orchestrator
@@ -26,7 +25,6 @@ from gpuallreduce.types import dtype_of, op_of, reduction
 
 __all__ = ["Calls", "Options"]
 
-MAX_CHANNELS = 4
 CACHED_PLANS = 4096
 NOT_FORCED = Forced()
 
@@ -59,7 +57,7 @@ class _Prepared:
     """A plan and its kernel arguments on every local rank, reused by calls of the same request."""
 
     plan: Plan
-    args: tuple[GarArgs, ...]
+    args: tuple[LaunchArgs, ...]
 
 
 def _digest(values: tuple[int, ...]) -> int:
@@ -79,7 +77,7 @@ class Calls:
     def __init__(
         self,
         transport: Transport,
-        device: HostDevice,
+        device: Device,
         topology: Topology,
         *,
         timeout: float | None,
@@ -88,7 +86,7 @@ class Calls:
         self.device = device
         self.topology = topology
         self.timeout = timeout
-        self.orchestrator = Orchestrator(transport, device, topology, max_channels=MAX_CHANNELS)
+        self.orchestrator = Orchestrator(transport, device, topology)
         self.symmetric = SymmetricBuffers()
         self._plans: dict[Any, _Prepared] = {}
 
@@ -96,6 +94,13 @@ class Calls:
         """Drops kept plans: something that they depend on has changed."""
         self._plans.clear()
         self.device.forget()
+
+    def end(self) -> None:
+        """Leaves the ranks; no call may be running. Arrays over symmetric buffers may live on."""
+        self.orchestrator.depart()
+        self.transport.close(self.orchestrator.departed)
+        self.forget()
+        self.symmetric.clear()
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A symmetric buffer; a collective."""
@@ -135,13 +140,7 @@ class Calls:
         Raises:
             InvalidArgument, NotSupported: the request cannot be served so.
         """
-        return tuner.decide(
-            request,
-            self.topology,
-            forced,
-            max_channels=MAX_CHANNELS,
-            transport=self.transport.name,
-        )
+        return tuner.decide(request, self.topology, forced, transport=self.transport.name)
 
     def run(self, collective: str, bounds: Sequence[Bound], options: Options) -> None:
         """Runs one call on all local ranks, and puts results where strided arrays want them.
@@ -154,7 +153,7 @@ class Calls:
         if self.topology.nranks == 1:
             reduction(request.dtype, request.op)
             self.decide(request, options.forced)
-            copy_to_output(bounds[0])
+            self.device.arrays.copy_bytes(bounds[0], 0)
         else:
             prepared = self._prepare(request, options)
             addresses = self._addresses(prepared, bounds, options)
@@ -167,7 +166,9 @@ class Calls:
     def _is_direct(self, bounds: Sequence[Bound]) -> bool:
         """Whether every rank can address these arrays."""
         if self.topology.one_process:
-            return True
+            kind = self.device.arrays
+            arrays = (array for bound in bounds for array in (bound.source, bound.result))
+            return all(kind.is_addressable(array) for array in arrays)
         addresses = [address for bound in bounds for address in (bound.input, bound.output)]
         return all(self.symmetric.find(address) is not None for address in addresses)
 

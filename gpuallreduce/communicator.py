@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 from gpuallreduce.arrays import Array
 from gpuallreduce.calls import Calls, Options
 from gpuallreduce.collectives import Collectives
-from gpuallreduce.devices.host import HostDevice
 from gpuallreduce.errors import Aborted, Closed, Error, InvalidArgument, MismatchError, Timeout
 from gpuallreduce.fused import Fuser, buckets
 from gpuallreduce.locals import (
@@ -29,9 +29,8 @@ from gpuallreduce.locals import (
     check_shape,
     check_timeout,
 )
+from gpuallreduce.placement import Placement, local_ranks
 from gpuallreduce.plan import Plan
-from gpuallreduce.topology import Topology, available_cores, host_topology
-from gpuallreduce.transport import LocalTransport, Transport
 from gpuallreduce.tuner import Forced
 from gpuallreduce.types import dtype_of, op_of, reduction
 
@@ -52,7 +51,8 @@ class Communicator(Collectives):
         ranks: the ranks that live in this process.
         topology: what the ranks run on.
 
-    Calls on host devices are complete on return. One call runs at a time; another thread's waits.
+    Calls on host devices are complete on return. On CUDA devices they are ordered on a stream and
+    the host does not wait: see ``synchronize``. One call is made at a time; another thread's waits.
     """
 
     def __init__(
@@ -61,35 +61,34 @@ class Communicator(Collectives):
         """Ranks of this process, one per device.
 
         Args:
-            devices: a device for each rank; ``"host"`` is a processor core with NumPy arrays.
+            devices: a device for each rank, all of one kind: ``"host"`` is a processor core with
+                NumPy arrays, ``"cuda:1"`` a GPU with CuPy arrays, ``"cuda"`` CuPy's current GPU.
+                Several ranks may share a GPU.
             timeout: seconds that one wait of a call may last before every rank raises Timeout;
                 None: no limit.
 
         Raises:
             InvalidArgument: no device, or a name that does not exist.
-            NotSupported: CUDA devices.
+            NotSupported: CUDA devices where CuPy or a GPU is missing; says which.
         """
-        names = check_devices(devices)
-        topology = host_topology(len(names), cores=available_cores(), one_process=True)
-        self._start(LocalTransport(len(names)), topology, timeout)
+        self._start(local_ranks(check_devices(devices)), timeout)
 
     @classmethod
-    def over(
-        cls, transport: Transport, topology: Topology, *, timeout: float | None
-    ) -> Communicator:
-        """A communicator over any transport; ``gpuallreduce.init`` uses it."""
+    def over(cls, placement: Placement, *, timeout: float | None) -> Communicator:
+        """A communicator of ranks placed in any way; ``gpuallreduce.init`` uses it."""
         self = cls.__new__(cls)
-        self._start(transport, topology, timeout)
+        self._start(placement, timeout)
         return self
 
-    def _start(self, transport: Transport, topology: Topology, timeout: float | None) -> None:
+    def _start(self, placement: Placement, timeout: float | None) -> None:
+        transport, topology = placement.transport, placement.topology
         self.nranks = transport.nranks
         self.ranks = transport.ranks
         self.topology = topology
-        self._device = HostDevice(nlocal=len(self.ranks), spin=not topology.crowded)
+        self._device = placement.device
         self._calls = Calls(transport, self._device, topology, timeout=check_timeout(timeout))
-        self._locals = LocalRanks(self.ranks, self.nranks)
-        self._fuser = Fuser(len(self.ranks))
+        self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
+        self._fuser = Fuser(len(self.ranks), self._device.arrays)
         self._call = self._device.call if self.nranks > 1 else _no_call
         self._broken: str | None = None
         self._closed = False
@@ -125,8 +124,12 @@ class Communicator(Collectives):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(Error):  # what the block raised says more
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._broken else "open"
@@ -136,7 +139,12 @@ class Communicator(Collectives):
         """Ends the communicator. Idempotent; a call that another thread is in is aborted first.
 
         Peers that wait for this rank in a later call raise Aborted at once. Arrays from ``empty``
-        stay usable.
+        stay usable on host devices; on CUDA devices with one process per rank their memory ends
+        with the communicator of the last rank that closes.
+
+        Raises:
+            MismatchError, Timeout, Aborted: CUDA: why a launched call failed, if no later call or
+                ``synchronize`` has raised it. All is freed even so.
         """
         if self._closed:
             return
@@ -154,12 +162,35 @@ class Communicator(Collectives):
             self._lock.acquire()
         try:
             self._device.drain()
-            self._calls.orchestrator.depart()
-            self._calls.transport.close()
-            self._calls.forget()
-            self._calls.symmetric.clear()
+            failure = self._unraised()
+            self._calls.end()
         finally:
             self._lock.release()
+        if failure is not None:
+            raise failure
+
+    def _unraised(self) -> Error | None:
+        """Why launched calls failed, if the caller does not know yet."""
+        if not self._device.asynchronous or self._broken is not None:
+            return None
+        orchestrator = self._calls.orchestrator
+        return orchestrator.diagnose() if orchestrator.aborted else None
+
+    def synchronize(self) -> None:
+        """Waits until the calls that this process made have ended, and raises what went wrong.
+
+        Calls on CUDA devices return once they are launched; errors of other ranks (and of this
+        one's waits) are raised by this method or by the next call. On host devices calls are
+        complete on return, and this does nothing.
+
+        Raises:
+            MismatchError, Timeout, Aborted: as in allreduce.
+            DeviceError: a GPU failed.
+        """
+        with self._lock:
+            self._check_usable()
+            self._device.synchronize()
+            self._check_usable()
 
     def abort(self) -> None:
         """Makes every rank leave its call with Aborted, and refuse later ones. From any thread."""
@@ -189,6 +220,7 @@ class Communicator(Collectives):
         access: str | None = None,
         chunk_bytes: int | None = None,
         nchannels: int | None = None,
+        stream: Any = None,
         timeout: float | None = None,
     ) -> Any:
         """Combines the arrays of all ranks elementwise; every rank ends with the same bits.
@@ -206,6 +238,9 @@ class Communicator(Collectives):
             access: ``"direct"`` or ``"staged"``; None: the tuner's choice.
             chunk_bytes: bytes of one chunk of the pipeline.
             nchannels: blocks per rank that work side by side.
+            stream: CUDA: the stream that orders the call (CuPy's, or anything with
+                ``__cuda_stream__``); with several local ranks a list. None: CuPy's current stream
+                of each device.
             timeout: seconds that one wait may last, instead of the communicator's.
 
         Returns:
@@ -219,7 +254,7 @@ class Communicator(Collectives):
             Aborted: the communicator was aborted or broke earlier, or a rank is gone.
             Closed: the communicator is closed.
         """
-        if algorithm is None and order is access is None and chunk_bytes is nchannels is None:
+        if algorithm is order is access is None and chunk_bytes is nchannels is stream is None:
             done = self._call(arrays, out, op) if timeout is None else None
             if done is not None:
                 if done is False:
@@ -227,12 +262,17 @@ class Communicator(Collectives):
                 return done
         forced = _forced(algorithm, access, chunk_bytes, nchannels)
         options = Options(op, forced, order, timeout=check_timeout(timeout))
-        with self._entered():
+        with self._entered(stream):
             self._calls.run("allreduce", self._locals.bind(arrays, out), options)
         return arrays if out is None else out
 
     def allreduce_many(
-        self, arrays: Sequence[Any], *, op: str = "sum", timeout: float | None = None
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: str = "sum",
+        stream: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         """All-reduces many arrays in place, small ones packed together: the bits of separate calls.
 
@@ -240,12 +280,13 @@ class Communicator(Collectives):
             arrays: arrays of any shapes and dtypes that share no memory; with several local ranks
                 one such list per rank.
             op: as in allreduce.
+            stream: as in allreduce.
             timeout: as in allreduce.
 
         Memory beyond the arrays: one bucket of 4 MiB per local rank.
         """
         options = Options(op, timeout=check_timeout(timeout))
-        with self._entered():
+        with self._entered(stream):
             columns = self._locals.columns(arrays)
             for column in columns:
                 self._locals.check_fusible(column)
@@ -311,11 +352,12 @@ class Communicator(Collectives):
     # ---- inside ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self, stream: Any = None) -> Iterator[None]:
         """Holds the lock for a call, if one can be made; remembers a call that broke the ranks."""
         with self._lock:
             self._check_usable()
             try:
+                self._device.begin(stream)
                 yield
             except (MismatchError, Timeout, Aborted) as error:
                 if self._calls.orchestrator.aborted:
@@ -369,4 +411,7 @@ _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for communicator in list(_open_communicators):
-        communicator.close()
+        try:
+            communicator.close()
+        except Error as error:  # nobody is left to catch it
+            print(f"gpuallreduce: a call failed: {type(error).__name__}: {error}", file=sys.stderr)

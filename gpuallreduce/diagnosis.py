@@ -73,7 +73,7 @@ def _absent(report: GarReport, waiting: int, segments: Segments) -> list[int]:
         if peer == waiting:
             continue
         number = (report.channel * 2 + (sequence & 1)) * layout.nranks + peer
-        seen = segments.word(waiting, layout.calls + number * LINE_BYTES).value
+        seen = segments.word(waiting, layout.calls + number * LINE_BYTES)
         if (seen - sequence) % (1 << 64) >= 1 << 63:
             absent.append(peer)
     return absent

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuallreduce.arrays import Array
+from gpuallreduce.arrays import Array, Arrays
 
 __all__ = ["Column", "Fuser", "buckets"]
 
@@ -42,8 +42,9 @@ def buckets(columns: Sequence[Column]) -> list[list[Column]]:
 class Fuser:
     """Packs buckets, keeping one buffer per local rank for all of them."""
 
-    def __init__(self, nlocal: int) -> None:
+    def __init__(self, nlocal: int, arrays: Arrays) -> None:
         self._nlocal = nlocal
+        self._arrays = arrays
         self._buffers: list[Array] = []
 
     def run(
@@ -60,18 +61,23 @@ class Fuser:
             call(bucket[0], ())
             return
         if not self._buffers:
-            self._buffers = [np.empty(FUSED_BYTES, np.uint8) for _ in range(self._nlocal)]
+            self._buffers = [
+                self._arrays.empty((FUSED_BYTES,), np.dtype(np.uint8), local)
+                for local in range(self._nlocal)
+            ]
         counts = tuple(column[0].size for column in bucket)
         dtype = bucket[0][0].dtype
         packed = [each[: sum(counts) * dtype.itemsize].view(dtype) for each in self._buffers]
-        for rank, buffer in enumerate(packed):
-            for part, column in zip(_parts(buffer, counts), bucket, strict=True):
-                part[...] = column[rank].ravel()
+        pairs = [
+            (part.reshape(column[rank].shape), column[rank], rank)
+            for rank, buffer in enumerate(packed)
+            for part, column in zip(_parts(buffer, counts), bucket, strict=True)
+        ]
+        for part, array, local in pairs:
+            self._arrays.assign(part, array, local)
         call(packed, counts)
-        for rank, buffer in enumerate(packed):
-            for part, column in zip(_parts(buffer, counts), bucket, strict=True):
-                target = column[rank]
-                target[...] = part.reshape(target.shape)
+        for part, array, local in pairs:
+            self._arrays.assign(array, part, local)
 
 
 def _parts(buffer: Array, counts: Sequence[int]) -> list[Array]:

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,8 @@ __all__ = [
     "Compiler",
     "Kernel",
     "cache_folder",
-    "compile_cubin",
+    "cached",
+    "content_of",
     "compile_host",
     "compile_host_together",
     "host_compiler",
@@ -60,19 +61,22 @@ class Kernel:
         expression: C++ expression of the function to run, such as ``exchange<OneShot<float, Sum,
             2>>``.
         family: kernels of one family share much, and are best compiled together.
+        arguments: C++ struct that it takes by value.
     """
 
     symbol: str
     header: str
     expression: str
     family: str = ""
+    arguments: str = "GarArgs"
 
     @property
     def source(self) -> str:
         """The translation unit: it only instantiates."""
         return (
             f'#include "{self.header}"\n'
-            f"namespace gar {{\nGAR_KERNEL({self.symbol}, ({self.expression}))\n}}\n"
+            f"namespace gar {{\n"
+            f"GAR_KERNEL({self.symbol}, {self.arguments}, ({self.expression}))\n}}\n"
         )
 
 
@@ -215,21 +219,35 @@ def _build(name: str, source: str, flags: Sequence[str], sources: Sequence[str])
         return result.read_bytes()
 
 
-def _host_object(name: str, source: str, flags: Sequence[str], sources: Sequence[str]) -> Path:
-    """The cache entry for a host object, built if it is not there or not whole."""
-    path = _entry(name, source, flags, sources)
+def cached(path: Path, build: Callable[[], bytes]) -> Path:
+    """A cache entry, built if it is not there or not whole. See ``content_of``."""
     if not _is_whole(path):
-        _store(path, _build(name, source, flags, sources))
+        _store(path, build())
     return path
 
 
-def compile_host(kernel: Kernel) -> Path:
+def content_of(entry: Path) -> bytes:
+    """What was stored in a cache entry: all but the digest at its end."""
+    return entry.read_bytes()[:-DIGEST_BYTES]
+
+
+def _host_object(name: str, source: str, flags: Sequence[str], sources: Sequence[str]) -> Path:
+    path = _entry(name, source, flags, sources)
+    return cached(path, lambda: _build(name, source, flags, sources))
+
+
+def compile_host(kernel: Kernel, *, defines: Sequence[str] = ()) -> Path:
     """The shared object of a kernel for host devices.
+
+    Args:
+        kernel: what to compile.
+        defines: macros that choose another target than host devices.
 
     Raises:
         CompileError: there is no compiler, or it refused; with its own message.
     """
-    return _host_object(kernel.symbol, kernel.source, KERNEL_FLAGS, ())
+    flags = (*KERNEL_FLAGS, *(f"-D{name}" for name in defines))
+    return _host_object(kernel.symbol, kernel.source, flags, ())
 
 
 def compile_host_together(kernels: Sequence[Kernel]) -> list[Path]:
@@ -253,27 +271,3 @@ def compile_host_together(kernels: Sequence[Kernel]) -> list[Path]:
 def compile_host_runtime() -> Path:
     """The shared object that launches kernels on host devices."""
     return _host_object("runtime", "", RUNTIME_FLAGS, RUNTIME_SOURCES)
-
-
-def compile_cubin(kernel: Kernel, arch: str) -> bytes:
-    """The device code of a kernel for a GPU architecture such as ``sm_90``; needs no GPU.
-
-    Raises:
-        CompileError: cuda-core or NVRTC is not installed, or the compiler refused.
-    """
-    try:
-        from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise CompileError(
-            f"compiling for {arch} needs NVRTC through cuda-core, and it cannot be imported "
-            f"({error}): pip install gpuallreduce[cuda13] (or [cuda12])"
-        ) from None
-    # fma=False as -ffp-contract=off on the host; subnormals are kept, which is NVRTC's default.
-    options = ProgramOptions(
-        arch=arch, std="c++17", include_path=[str(kernels_folder())], fma=False
-    )
-    try:
-        code = Program(kernel.source, code_type="c++", options=options).compile("cubin").code
-    except Exception as error:
-        raise CompileError(f"{kernel.symbol} did not compile for {arch}: {error}") from error
-    return bytes(code)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import numbers
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from gpuallreduce.arrays import Array, Bound, bind, check_array, check_writeable, overlap
-from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.arrays import Array, Arrays, Bound
+from gpuallreduce.errors import InvalidArgument
 
 __all__ = ["LocalRanks", "check_devices", "check_integer", "check_shape", "check_timeout"]
 
@@ -21,21 +20,23 @@ LONGEST_S = 1e9  # about 30 years
 
 
 def check_devices(devices: Sequence[str]) -> list[str]:
-    """One device name per rank.
+    """One device name per rank, all of one kind.
 
     Raises:
-        InvalidArgument: no list, an empty one, or a name that does not exist.
-        NotSupported: CUDA devices.
+        InvalidArgument: no list, an empty one, a name that does not exist, or both kinds.
     """
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise InvalidArgument(
             f'devices={devices!r}: give a list with one device per rank, such as ["host"] * 4'
         )
     for name in devices:
-        if isinstance(name, str) and name.startswith("cuda"):
-            raise NotSupported(f"device {name!r}: this version runs on host devices only")
-        if name != "host":
-            raise InvalidArgument(f'device {name!r} does not exist; there is "host"')
+        if not isinstance(name, str) or not re.fullmatch(r"host|cuda(:\d+)?", name):
+            raise InvalidArgument(
+                f'device {name!r} does not exist; there are "host", "cuda" (the current GPU) and '
+                '"cuda:N"'
+            )
+    if len({name.partition(":")[0] for name in devices}) > 1:
+        raise InvalidArgument(f"devices={list(devices)}: all ranks must be on the same kind")
     return list(devices)
 
 
@@ -78,9 +79,10 @@ def check_shape(shape: Any) -> tuple[int, ...]:
 class LocalRanks:
     """Sorts arguments by local rank: one value where there is one rank, else a list of values."""
 
-    def __init__(self, ranks: Sequence[int], nranks: int) -> None:
+    def __init__(self, ranks: Sequence[int], nranks: int, arrays: Arrays) -> None:
         self.ranks = ranks
         self.nranks = nranks
+        self.arrays = arrays
 
     def split(self, values: Any, what: str) -> list[Any]:
         """The value of each local rank.
@@ -90,7 +92,7 @@ class LocalRanks:
         """
         if len(self.ranks) == 1:
             return [values]
-        listed = isinstance(values, Sequence) and not isinstance(values, np.ndarray)
+        listed = isinstance(values, Sequence)
         if not listed or len(values) != len(self.ranks):
             found = str(len(values)) if listed else f"a {type(values).__name__}"
             raise InvalidArgument(
@@ -115,24 +117,26 @@ class LocalRanks:
         """
         count = len(self.ranks)
         outs = [None] * count if out is None else self.split(out, "out arrays")
-        return [
-            (
-                rank,
-                check_array(array, f"the array of rank {rank}"),
-                check_array(to, f"out of rank {rank}")
-                if to is not None and reads_out(rank)
-                else None,
-            )
-            for rank, array, to in zip(self.ranks, self.split(arrays, "arrays"), outs, strict=True)
-        ]
+        found = []
+        for i, (array, to) in enumerate(zip(self.split(arrays, "arrays"), outs, strict=True)):
+            rank, check = self.ranks[i], self.arrays.check
+            wanted = to is not None and reads_out(rank)
+            target = check(to, f"out of rank {rank}", i) if wanted else None
+            source = target if array is to and wanted else None
+            if source is None:
+                source = check(array, f"the array of rank {rank}", i)
+            found.append((rank, source, target))
+        return found
 
     def bind(self, arrays: Any, out: Any) -> list[Bound]:
-        """Binds inputs to outputs of the same shape; see arrays.bind.
+        """Binds inputs to outputs of the same shape; see Arrays.bind.
 
         Raises:
             InvalidArgument: an array cannot be used, or local ranks' arrays differ.
         """
-        return self.check_equal([bind(array, to) for _, array, to in self.pairs(arrays, out)])
+        pairs = self.pairs(arrays, out)
+        bind = self.arrays.bind
+        return self.check_equal([bind(array, to, i) for i, (_, array, to) in enumerate(pairs)])
 
     def columns(self, arrays: Any) -> list[list[Array]]:
         """Turns a list of arrays per rank into one list per array, with that of each local rank.
@@ -147,24 +151,25 @@ class LocalRanks:
             raise InvalidArgument(
                 f"local ranks brought {lengths} arrays; bring as many on every rank"
             )
-        for rank, each in zip(self.ranks, per_rank, strict=True):
-            for i, array in enumerate(each):
-                check_array(array, f"array {i} of rank {rank}")
-        self._check_apart([array for each in per_rank for array in each])
-        return [list(column) for column in zip(*per_rank, strict=True)]
+        checked = [
+            [
+                self.arrays.check(array, f"array {i} of rank {rank}", local)
+                for i, array in enumerate(each)
+            ]
+            for local, (rank, each) in enumerate(zip(self.ranks, per_rank, strict=True))
+        ]
+        self._check_apart([array for each in checked for array in each])
+        return [list(column) for column in zip(*checked, strict=True)]
 
-    @staticmethod
-    def _check_apart(arrays: list[Array]) -> None:
+    def _check_apart(self, arrays: list[Array]) -> None:
         """Raises InvalidArgument if two arrays share an element; sorts, so many cost little."""
         spans = sorted(
-            (*np.lib.array_utils.byte_bounds(array), i)
-            for i, array in enumerate(arrays)
-            if array.size
+            (*self.arrays.span(array), i) for i, array in enumerate(arrays) if array.size
         )
         reach: list[tuple[int, int]] = []  # (end, array) of spans that may still meet the next
         for low, high, i in spans:
             reach = [(end, j) for end, j in reach if end > low]
-            if any(overlap(arrays[i], arrays[j]) for _, j in reach):
+            if any(self.arrays.overlap(arrays[i], arrays[j]) for _, j in reach):
                 raise InvalidArgument(
                     "two of the arrays share memory, so one call cannot reduce both; bring every "
                     "array once (tied weights too)"
@@ -174,7 +179,7 @@ class LocalRanks:
     def check_fusible(self, column: list[Array]) -> None:
         """Raises InvalidArgument if local ranks' arrays differ or cannot be written."""
         for rank, array in zip(self.ranks, column, strict=True):
-            check_writeable(array, f"an array of rank {rank}")
+            self.arrays.check_writeable(array, f"an array of rank {rank}")
             if array.size != column[0].size or array.dtype != column[0].dtype:
                 raise InvalidArgument(
                     f"rank {rank} brought {array.size} x {array.dtype} where rank {self.ranks[0]} "
@@ -199,7 +204,7 @@ class LocalRanks:
                 raise InvalidArgument(
                     f"ranks {self.ranks[0]} and {rank} brought arrays of different memory layouts "
                     "(such as C and Fortran order); bring the same layout on every rank, or "
-                    "np.ascontiguousarray(x)"
+                    "ascontiguousarray(x)"
                 )
         self._check_ranks_apart(bounds)
         return bounds
@@ -209,7 +214,8 @@ class LocalRanks:
             for j, other in enumerate(bounds):
                 if i == j or not one.written:
                     continue
-                if overlap(one.result, other.source) or overlap(one.result, other.result):
+                shares = self.arrays.overlap
+                if shares(one.result, other.source) or shares(one.result, other.result):
                     raise InvalidArgument(
                         f"the result of rank {self.ranks[i]} shares memory with an array of rank "
                         f"{self.ranks[j]}; give every rank arrays of its own"

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from gpuallreduce.plan import Region
 
 __all__ = [
     "LINE_BYTES",
+    "Mapped",
     "SharedPages",
     "RegionLayout",
     "SegmentLayout",
@@ -50,10 +51,15 @@ class RegionLayout:
 class SegmentLayout:
     """Where everything lies in a segment. The same on every rank; zero at birth.
 
+    Its first ``control_bytes`` are the control block, which the host reads and writes while kernels
+    run. Where it cannot reach segments the block lies elsewhere, and its place here is not used.
+
     Attributes:
         nranks, max_channels: what it was laid out for.
         abort: the abort word, and the claim word of the rank that reports.
         reports: one report per rank.
+        departed: a word per rank: nonzero once it will touch no segment any more.
+        control_bytes: bytes up to here are the control block.
         sequence, calls: the call counters and call lines.
         regions: by name.
         pad_bytes: the signal pad's share: all words before the first slot.
@@ -64,6 +70,8 @@ class SegmentLayout:
     max_channels: int
     abort: int
     reports: int
+    departed: int
+    control_bytes: int
     sequence: int
     calls: int
     regions: dict[str, RegionLayout]
@@ -99,6 +107,8 @@ def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) ->
     abort = lines(1)
     at = REPORT_BYTES
     reports = take(nranks * REPORT_BYTES)
+    departed = lines(nranks)
+    at = control_bytes = -(-at // PAGE_BYTES) * PAGE_BYTES
     sequence = lines(max_channels)
     calls = lines(max_channels * 2 * nranks)
     words = []
@@ -111,7 +121,19 @@ def layout_segment(nranks: int, max_channels: int, regions: Sequence[Region]) ->
         nlinks = nranks if region.per_peer else 1
         slots = take(max_channels * region.nslots * region.nsets * nlinks * region.slot_bytes)
         laid[region.name] = RegionLayout(region, steps, ready, credit, slots, nlinks)
-    return SegmentLayout(nranks, max_channels, abort, reports, sequence, calls, laid, pad_bytes, at)
+    return SegmentLayout(
+        nranks,
+        max_channels,
+        abort,
+        reports,
+        departed,
+        control_bytes,
+        sequence,
+        calls,
+        laid,
+        pad_bytes,
+        at,
+    )
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -119,6 +141,21 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapped(Protocol):
+    """Memory of one rank as this process sees it.
+
+    Attributes:
+        address: where it begins.
+        memory: what arrays over it keep alive.
+    """
+
+    address: int
+    memory: Any
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """An array over a part of it; it keeps the memory alive."""
 
 
 class SharedPages:
@@ -177,43 +214,74 @@ class SymmetricBuffer:
         addresses: where this process sees each rank's bytes, in rank order.
         nbytes: of one rank.
         identity: equal on all ranks, different for every buffer of a communicator.
-        mappings: the pages of each rank, kept alive.
+        mappings: the memory of each rank, kept alive.
     """
 
     addresses: tuple[int, ...]
     nbytes: int
     identity: int
-    mappings: tuple[SharedPages, ...]
+    mappings: tuple[Mapped, ...]
 
     def __post_init__(self) -> None:
         self.table = (ctypes.c_void_p * len(self.addresses))(*self.addresses)
 
-    def array(
-        self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> np.ndarray[Any, Any]:
+    def array(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """The rank's array at the start of its bytes."""
         return self.mappings[rank].array(0, shape, dtype)
 
 
+class Words(Protocol):
+    """Reads and writes words of segments, wherever they lie; no call may be running."""
+
+    def read_word(self, address: int) -> int:
+        """One word."""
+
+    def write_words(self, addresses: Sequence[int], value: int) -> None:
+        """The same value in all of them."""
+
+
 class Segments:
-    """Every rank's segment with names for its words; what the host reads and writes there."""
+    """Every rank's segment and control block with names for their words; what the host reads and
+    writes there.
 
-    def __init__(self, buffer: SymmetricBuffer, layout: SegmentLayout) -> None:
+    Attributes:
+        buffer: the segments.
+        controls: the control blocks; the segments themselves where the host can reach them.
+        layout: of both.
+    """
+
+    def __init__(
+        self,
+        buffer: SymmetricBuffer,
+        controls: SymmetricBuffer,
+        layout: SegmentLayout,
+        words: Words,
+    ) -> None:
         self.buffer = buffer
+        self.controls = controls
         self.layout = layout
+        self._words = words
 
-    def word(self, rank: int, offset: int) -> ctypes.c_uint64:
-        """A word of a rank's segment."""
-        return ctypes.c_uint64.from_address(self.buffer.addresses[rank] + offset)
+    def word(self, rank: int, offset: int) -> int:
+        """A word of a rank's segment; no call may be running."""
+        return self._words.read_word(self.buffer.addresses[rank] + offset)
+
+    def control_address(self, rank: int, offset: int) -> int:
+        """Where a word of a rank's control block lies."""
+        return self.controls.addresses[rank] + offset
+
+    def control_word(self, rank: int, offset: int) -> ctypes.c_uint64:
+        """A word of a rank's control block."""
+        return ctypes.c_uint64.from_address(self.control_address(rank, offset))
 
     def report(self, owner: int, reporter: int) -> GarReport:
         """What `reporter` wrote into `owner`'s segment; its code is 0 if it did not give up."""
         offset = self.layout.reports + reporter * REPORT_BYTES
-        return GarReport.from_address(self.buffer.addresses[owner] + offset)
+        return GarReport.from_address(self.control_address(owner, offset))
 
     def aborted(self, rank: int) -> bool:
         """True once some rank gave up."""
-        return self.word(rank, self.layout.abort).value != 0
+        return self.control_word(rank, self.layout.abort).value != 0
 
     def preset_steps(self, value: int) -> None:
         """Sets every counter and word of all ranks as if that many steps had been taken. For tests
@@ -233,7 +301,10 @@ class Segments:
                 (region.ready, pairs),
                 (region.credit, pairs),
             ]
-        for rank in range(layout.nranks):
-            for start, count in lines:
-                for number in range(count):
-                    self.word(rank, start + number * LINE_BYTES).value = value % (1 << 64)
+        addresses = [
+            base + start + number * LINE_BYTES
+            for base in self.buffer.addresses
+            for start, count in lines
+            for number in range(count)
+        ]
+        self._words.write_words(addresses, value % (1 << 64))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from gpuallreduce import diagnosis
 from gpuallreduce.algorithms import ALGORITHMS
-from gpuallreduce.args import ABORTED, CLOSED, GarArgs, GarReport
-from gpuallreduce.devices.host import HostDevice
-from gpuallreduce.errors import Error
-from gpuallreduce.memory import Segments, layout_segment
+from gpuallreduce.algorithms.base import placed
+from gpuallreduce.args import ABORTED, CLOSED, GarReport, set_table
+from gpuallreduce.devices.base import Device, LaunchArgs
+from gpuallreduce.errors import DeviceError, Error
+from gpuallreduce.memory import LINE_BYTES, Segments, layout_segment
 from gpuallreduce.plan import Plan
 from gpuallreduce.topology import Topology
 from gpuallreduce.transport import Transport
@@ -44,29 +45,30 @@ class Addresses:
 class Orchestrator:
     """Owns the segments of a communicator and runs its plans."""
 
-    def __init__(
-        self, transport: Transport, device: HostDevice, topology: Topology, *, max_channels: int
-    ) -> None:
+    def __init__(self, transport: Transport, device: Device, topology: Topology) -> None:
         self.transport = transport
         self.device = device
         self.topology = topology
-        regions = [region for algorithm in ALGORITHMS.values() for region in algorithm.regions()]
-        layout = layout_segment(topology.nranks, max_channels, regions)
-        buffer = transport.allocate(layout.nbytes, purpose="segments")
-        self.segments = Segments(buffer, layout)
-        marks = GarArgs(
-            segments=ctypes.addressof(buffer.table),
-            reports_offset=layout.reports,
-            nranks=layout.nranks,
-        )
+        regions = [
+            placed(region, topology)
+            for algorithm in ALGORITHMS.values()
+            for region in algorithm.regions()
+        ]
+        layout = layout_segment(topology.nranks, topology.max_channels, regions)
+        buffer = transport.allocate(layout.nbytes, purpose="segments", zeros=layout.pad_bytes)
+        controls = transport.allocate_controls(layout.control_bytes) or buffer
+        self.segments = Segments(buffer, controls, layout, device)
+        marks = device.arguments(reports_offset=layout.reports, nranks=layout.nranks)
+        set_table(marks, "controls", controls.table)
         device.watch(marks, transport.processes())
 
-    def arguments(self, plan: Plan, rank: int, *, timeout_s: float | None) -> GarArgs:
+    def arguments(self, plan: Plan, rank: int, *, timeout_s: float | None) -> LaunchArgs:
         """A plan's kernel arguments on one rank, all but a call's addresses and its detail."""
         layout = self.segments.layout
         region = layout.regions[plan.region.name]
-        args = GarArgs()
-        args.segments = ctypes.addressof(self.segments.buffer.table)
+        args = self.device.arguments()
+        set_table(args, "segments", self.segments.buffer.table)
+        set_table(args, "controls", self.segments.controls.table)
         args.count = plan.kernel_count
         args.chunk_count = plan.kernel_chunk_count
         args.slot_bytes = region.region.slot_bytes
@@ -82,15 +84,16 @@ class Orchestrator:
             region.nlinks,
             region.region.nslots,
         )
-        args.spin = 0 if self.topology.crowded else SPINS
+        args.spin = 0 if self.topology.crowded or self.device.asynchronous else SPINS
         args.streaming, args.push = int(plan.config.streaming), int(plan.config.push)
-        if rank == self.transport.ranks[0]:
+        if rank == self.transport.ranks[0] and self.device.poll:
             # The caller's own thread runs the first rank, so it can let signal handlers run.
             args.poll, args.poll_context = self.device.poll, self.device.poll_context
         return args
 
-    def run(self, plan: Plan, args: Sequence[GarArgs], addresses: Addresses) -> None:
-        """Runs a plan on all local ranks and returns when it is done there.
+    def run(self, plan: Plan, args: Sequence[LaunchArgs], addresses: Addresses) -> None:
+        """Runs a plan on all local ranks and returns when it is done there; on asynchronous devices
+        when it is launched.
 
         Raises:
             MismatchError, Timeout, Aborted: see diagnosis; the communicator is then broken.
@@ -98,9 +101,16 @@ class Orchestrator:
         for i, each in enumerate(args):
             each.input, each.output = addresses.inputs[i], addresses.outputs[i]
             if addresses.peer_inputs is not None and addresses.peer_outputs is not None:
-                each.peer_inputs = ctypes.addressof(addresses.peer_inputs)
-                each.peer_outputs = ctypes.addressof(addresses.peer_outputs)
-        if not self.device.launch(plan.kernel, args, plan.config.nchannels):
+                set_table(each, "peer_inputs", addresses.peer_inputs)
+                set_table(each, "peer_outputs", addresses.peer_outputs)
+        config = plan.config
+        try:
+            done = self.device.launch(plan.kernel, args, config.nchannels, nthreads=config.nthreads)
+        except DeviceError:
+            if self.device.asynchronous:  # some local ranks may have been launched
+                self.abort()
+            raise
+        if not done:
             raise self.diagnose()
 
     def diagnose(self) -> Error:
@@ -123,19 +133,37 @@ class Orchestrator:
         self._tell(ABORTED, abort=True)
 
     def depart(self) -> None:
-        """Tells the peers that these ranks make no more calls."""
+        """Tells the peers that these ranks make no more calls, and touch no memory of theirs.
+
+        No launch of these ranks may be running.
+        """
         self._tell(CLOSED, abort=False)
+        segments = self.segments
+        for rank in self.transport.ranks:
+            for owner in range(self.topology.nranks):
+                offset = segments.layout.departed + rank * LINE_BYTES
+                self.device.store_release(segments.control_address(owner, offset), 1)
+
+    def departed(self) -> bool:
+        """Whether all ranks have departed, so that memory which they shared may be freed."""
+        segments, mine = self.segments, self.transport.ranks[0]
+        offsets = [
+            segments.layout.departed + rank * LINE_BYTES for rank in range(self.topology.nranks)
+        ]
+        return all(
+            self.device.load_acquire(segments.control_address(mine, offset)) for offset in offsets
+        )
 
     def _tell(self, code: int, *, abort: bool) -> None:
         """Leaves a mere code in every segment, unless a kernel has left a whole report."""
         segments = self.segments
         for rank in self.transport.ranks:
-            abort_word = segments.buffer.addresses[rank] + segments.layout.abort
+            abort_word = segments.control_address(rank, segments.layout.abort)
             mine = self.device.claim(abort_word + CLAIM_BYTES)
             for owner in range(self.topology.nranks):
                 if mine:
                     report = ctypes.addressof(segments.report(owner, rank))
                     self.device.store_release(report, code)
                 if abort:
-                    word = segments.buffer.addresses[owner] + segments.layout.abort
+                    word = segments.control_address(owner, segments.layout.abort)
                     self.device.store_release(word, rank + 1)

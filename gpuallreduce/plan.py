@@ -77,6 +77,7 @@ class Config:
         nchannels: blocks per rank, each with its own slots and words.
         streaming: store the output past the caches.
         push: slots lie with the receiver.
+        nthreads: threads of a block; host blocks have one.
     """
 
     algorithm: str
@@ -85,6 +86,7 @@ class Config:
     nchannels: int = 1
     streaming: bool = False
     push: bool = False
+    nthreads: int = 1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import select
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
@@ -27,9 +27,21 @@ class Transport(Protocol):
     ranks: tuple[int, ...]
 
     def allocate(
-        self, nbytes: int, *, purpose: str, timeout: float | None = None
+        self, nbytes: int, *, purpose: str, zeros: int | None = None, timeout: float | None = None
     ) -> SymmetricBuffer:
-        """A symmetric buffer of zeros. A collective: every process calls it in the same order."""
+        """A symmetric buffer. A collective: every process calls it in the same order.
+
+        Args:
+            nbytes: of one rank.
+            purpose: for messages.
+            zeros: bytes at its beginning that must be zero; None: all of them.
+            timeout: seconds until all ranks must have come.
+        """
+
+    def allocate_controls(self, nbytes: int) -> SymmetricBuffer | None:
+        """Zeros that kernels and hosts of all ranks can read and write at any time; None: the host
+        can reach every buffer. A collective.
+        """
 
     def lost(self) -> Sequence[int]:
         """Ranks whose process is known to be gone."""
@@ -40,8 +52,12 @@ class Transport(Protocol):
     def interrupt(self) -> None:
         """Makes another thread's ``allocate`` fail, now and from now on."""
 
-    def close(self) -> None:
-        """Gives up connections to other processes; memory lives on while it is used."""
+    def close(self, departed: Callable[[], bool] = lambda: True) -> None:
+        """Gives up connections to other processes; memory lives on while it is used.
+
+        Args:
+            departed: tells whether all ranks have stopped touching each other's memory.
+        """
 
 
 def _pages(nbytes: int) -> int:
@@ -59,7 +75,7 @@ class LocalTransport:
         self._made = 0
 
     def allocate(
-        self, nbytes: int, *, purpose: str, timeout: float | None = None
+        self, nbytes: int, *, purpose: str, zeros: int | None = None, timeout: float | None = None
     ) -> SymmetricBuffer:
         """See Transport; nobody is waited for."""
         mappings: list[SharedPages] = []
@@ -73,6 +89,10 @@ class LocalTransport:
         addresses = tuple(mapping.address for mapping in mappings)
         return SymmetricBuffer(addresses, nbytes, self._made, tuple(mappings))
 
+    def allocate_controls(self, nbytes: int) -> SymmetricBuffer | None:
+        """See Transport."""
+        return None
+
     def lost(self) -> Sequence[int]:
         """Nobody: threads of this process."""
         return ()
@@ -84,7 +104,7 @@ class LocalTransport:
     def interrupt(self) -> None:
         """Nothing waits."""
 
-    def close(self) -> None:
+    def close(self, departed: Callable[[], bool] = lambda: True) -> None:
         """Nothing to give up."""
 
 
@@ -113,7 +133,7 @@ class SharedMemoryTransport:
         return opened
 
     def allocate(
-        self, nbytes: int, *, purpose: str, timeout: float | None = None
+        self, nbytes: int, *, purpose: str, zeros: int | None = None, timeout: float | None = None
     ) -> SymmetricBuffer:
         """See Transport.
 
@@ -157,6 +177,10 @@ class SharedMemoryTransport:
         addresses = tuple(mapping.address for mapping in mappings)
         return SymmetricBuffer(addresses, nbytes, self._made, tuple(mappings))
 
+    def allocate_controls(self, nbytes: int) -> SymmetricBuffer | None:
+        """See Transport."""
+        return None
+
     def lost(self) -> Sequence[int]:
         """See Transport."""
         gone = select.poll()
@@ -173,8 +197,8 @@ class SharedMemoryTransport:
         """See Transport."""
         self.rendezvous.interrupt()
 
-    def close(self) -> None:
-        """See Transport."""
+    def close(self, departed: Callable[[], bool] = lambda: True) -> None:
+        """See Transport; the system counts who uses shared pages."""
         self.rendezvous.close()
 
 

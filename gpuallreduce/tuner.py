@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.algorithms.base import on_gpu, placed
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.plan import ACCESSES, Config, Plan, Request
 from gpuallreduce.topology import Topology
@@ -16,9 +17,10 @@ from gpuallreduce.types import DTYPES, reduction
 
 __all__ = ["Forced", "decide"]
 
-STREAMING_BYTES = (
-    64 << 20
-)  # out of place only: below, and in place, the caches serve the next reader better
+# Out of place only: below, and in place, the caches serve the next reader better.
+STREAMING_BYTES = 64 << 20
+GPU_CHANNEL_BYTES = 16 << 10  # 512 threads with two packs each
+WARP_THREADS, MIN_WARPS, MAX_WARPS = 32, 2, 16
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def _chunk_count(
 ) -> int:
     algorithm = ALGORITHMS[name]
     itemsize = request.dtype.itemsize
-    region = algorithm.region(request)
+    region = placed(algorithm.region(request), topology)
     widest = DTYPES[request.dtype.accumulator].itemsize if region.partials else itemsize
     most = region.slot_bytes // widest
     if forced.chunk_bytes is None:
@@ -80,9 +82,27 @@ def _chunk_count(
     return count
 
 
-def decide(
-    request: Request, topology: Topology, forced: Forced, *, max_channels: int, transport: str
-) -> Plan:
+def _nchannels(share_bytes: int, topology: Topology, forced: Forced) -> int:
+    """One block on host devices; on GPUs as many as keep their threads busy."""
+    if forced.nchannels is not None:
+        if not 1 <= forced.nchannels <= topology.max_channels:
+            raise InvalidArgument(
+                f"nchannels={forced.nchannels} is outside 1..{topology.max_channels}, the channels "
+                "of this communicator"
+            )
+        return forced.nchannels
+    if not on_gpu(topology):
+        return 1
+    return max(1, min(topology.max_channels, share_bytes // GPU_CHANNEL_BYTES))
+
+
+def _nthreads(channel_bytes: int) -> int:
+    """Whole warps, one 16-byte pack for each thread, as far as a block goes."""
+    warps = -(-channel_bytes // (16 * WARP_THREADS))
+    return WARP_THREADS * max(MIN_WARPS, min(MAX_WARPS, warps))
+
+
+def decide(request: Request, topology: Topology, forced: Forced, *, transport: str) -> Plan:
     """The plan of a call.
 
     Raises:
@@ -103,18 +123,19 @@ def decide(
             costs[name] = algorithm.supports(request) or "not asked for"
     assert best is not None
     _, name, access = best
-    nchannels = 1 if forced.nchannels is None else forced.nchannels
-    if not 1 <= nchannels <= max_channels:
-        raise InvalidArgument(
-            f"nchannels={nchannels} is outside 1..{max_channels}, the channels of this communicator"
-        )
     algorithm = ALGORITHMS[name]
+    share_bytes = algorithm.share_bytes(request, access)
+    nchannels = _nchannels(share_bytes, topology, forced)
     config = Config(
         algorithm=name,
         access=access,
         chunk_count=_chunk_count(request, name, access, topology, forced),
         nchannels=nchannels,
-        streaming=not request.in_place and request.nbytes >= STREAMING_BYTES,
+        streaming=not on_gpu(topology)
+        and not request.in_place
+        and request.nbytes >= STREAMING_BYTES,
+        push=on_gpu(topology) and access == "staged",
+        nthreads=_nthreads(share_bytes // nchannels) if on_gpu(topology) else 1,
     )
     in_rank_order = request.order == "rank" or name != "ring"
     order = (
@@ -126,7 +147,7 @@ def decide(
         request=request,
         config=config,
         kernel=algorithm.kernel(request, access),
-        region=algorithm.region(request),
+        region=placed(algorithm.region(request), topology),
         order=order,
         bytes_sent=algorithm.bytes_sent(request),
         transport=transport,

@@ -11,7 +11,7 @@ struct GarHeader {
   uint64_t detail;     // memory layout, offsets in symmetric buffers, parts of a fused call
 };
 
-// Why a rank gave up. Lies in the segment of every rank, one per reporting rank.
+// Why a rank gave up. Lies in the control block of every rank, one per reporting rank.
 struct GarReport {
   uint64_t code;  // 0 none, 1 timed out, 2 mismatch, 3 aborted, 4 closed, 5 lost; stored last, with release
   uint64_t word;  // what was waited for: 0 call, 1 ready, 2 credit
@@ -29,26 +29,38 @@ struct GarReport {
 // because the process of rank r has ended.
 typedef int (*GarPoll)(void* context);
 
-// One launch on one rank. Offsets are bytes from the start of any rank's segment: segments are alike.
+// Addresses by rank. Where tables travel by value they lie among a kernel's parameters, which GPUs read as constants;
+// else they are the caller's, and stay valid for the length of the call.
+namespace gar {
+constexpr int kTableRanks = 72;  // GPUs of the largest NVLink domain (GB200 NVL72)
+}
+#if defined(GAR_TABLES_BY_VALUE)
+typedef void* GarTable[gar::kTableRanks];
+#else
+typedef void* const* GarTable;
+#endif
+
+// One launch on one rank. Offsets are bytes from the start of any rank's segment or control block: they are alike.
 struct GarArgs {
-  const void* input;          // [count] elements of this rank
-  void* output;               // may equal input, overlaps it in no other way
-  void* const* segments;      // [nranks] every rank's segment, as addressed from this rank
-  void* const* peer_inputs;   // [nranks] every rank's input, direct access only
-  void* const* peer_outputs;  // [nranks] every rank's output, direct access only
-  uint64_t count;             // elements of the whole array
-  uint64_t chunk_count;       // elements of one chunk; a chunk fits a slot
-  uint64_t slot_bytes;        // from one slot to the next
-  uint64_t abort_offset;      // word: nonzero once some rank has given up
-  uint64_t reports_offset;    // [nranks] reports, kReportBytes apart
-  uint64_t calls_offset;      // [nchannels][2][nranks] lines: sequence and header of each rank's call
-  uint64_t sequence_offset;   // [nchannels] lines: calls made so far
-  uint64_t steps_offset;      // [nchannels] lines: steps taken so far, of this algorithm
-  uint64_t ready_offset;      // [nchannels][nsets][nranks] lines, this algorithm's
-  uint64_t credit_offset;     // [nchannels][nsets][nranks] lines, this algorithm's
-  uint64_t slots_offset;      // this algorithm's slots
-  uint64_t timeout_ns;        // limit of one wait; 0 waits for ever
-  GarPoll poll;               // host devices; may be null
+  const void* input;         // [count] elements of this rank
+  void* output;              // may equal input, overlaps it in no other way
+  GarTable segments;         // [nranks] every rank's segment, as addressed from this rank
+  GarTable controls;         // [nranks] every rank's control block: memory that the host reads and writes meanwhile
+  GarTable peer_inputs;      // [nranks] every rank's input, direct access only
+  GarTable peer_outputs;     // [nranks] every rank's output, direct access only
+  uint64_t count;            // elements of the whole array
+  uint64_t chunk_count;      // elements of one chunk; a chunk fits a slot
+  uint64_t slot_bytes;       // from one slot to the next
+  uint64_t abort_offset;     // control: a word, nonzero once some rank has given up
+  uint64_t reports_offset;   // control: [nranks] reports, kReportBytes apart
+  uint64_t calls_offset;     // [nchannels][2][nranks] lines: sequence and header of each rank's call
+  uint64_t sequence_offset;  // [nchannels] lines: calls made so far
+  uint64_t steps_offset;     // [nchannels] lines: steps taken so far, of this algorithm
+  uint64_t ready_offset;     // [nchannels][nsets][nranks] lines, this algorithm's
+  uint64_t credit_offset;    // [nchannels][nsets][nranks] lines, this algorithm's
+  uint64_t slots_offset;     // this algorithm's slots
+  uint64_t timeout_ns;       // limit of one wait; 0 waits for ever
+  GarPoll poll;              // host devices; may be null
   void* poll_context;
   GarHeader header;  // sequence is filled in by the kernel
   uint32_t rank;
@@ -61,4 +73,18 @@ struct GarArgs {
   uint32_t streaming;  // host devices: store the output past the caches
   uint32_t push;       // slots lie with the receiver (else with the sender)
   uint32_t reserved;   // zero; makes the padding visible
+};
+
+// A copy between two arrays of one shape on one GPU. Strides are bytes and may be negative.
+namespace gar {
+constexpr int kMaxAxes = 8;
+}
+struct GarStridedArgs {
+  void* target;
+  const void* source;
+  uint64_t count;  // elements
+  uint64_t naxes;  // from the slowest to the fastest
+  uint64_t shape[gar::kMaxAxes];
+  int64_t target_strides[gar::kMaxAxes];
+  int64_t source_strides[gar::kMaxAxes];
 };

@@ -52,7 +52,7 @@ class HostCalls {
   const size_t nlocal;  // ranks of this process: a call brings one array, or a list with one for each of several
   std::atomic<bool> closed{false};
   std::vector<Watched> watched;
-  GarArgs marks = {};  // segments and offsets of the reports
+  GarArgs marks = {};  // control blocks and offsets of the reports
 
   HostCalls(bool spin, size_t local_ranks) : nlocal(local_ranks), workers_(spin) {}
 
@@ -95,8 +95,8 @@ class HostCalls {
   // In a forked child the threads do not exist, and nothing of this can be taken apart.
   bool forked() const { return process_ != getpid(); }
 
-  // Marks ranks whose process has ended, in every rank's segment; see NOTE aborts in primitives.cuh. Returns one of
-  // them that had not closed its communicator before, or -1.
+  // Marks ranks whose process has ended, in every rank's control block; see NOTE aborts in primitives.cuh. Returns one
+  // of them that had not closed its communicator before, or -1.
   int mark_lost() {
     int lost = -1;
     for (size_t i = 0; i < watched.size();) {
@@ -106,8 +106,8 @@ class HostCalls {
         continue;
       }
       for (uint32_t owner = 0; owner < marks.nranks; ++owner) {
-        char* segment = static_cast<char*>(marks.segments[owner]);
-        auto* code = reinterpret_cast<uint64_t*>(segment + marks.reports_offset + watched[i].rank * kReportBytes);
+        char* control = static_cast<char*>(marks.controls[owner]);
+        auto* code = reinterpret_cast<uint64_t*>(control + marks.reports_offset + watched[i].rank * kReportBytes);
         uint64_t code_before = 0;
         __atomic_compare_exchange_n(code, &code_before, uint64_t(kLost), false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
         if (code_before != kClosed) lost = int(watched[i].rank);

@@ -88,8 +88,8 @@ struct Operands {
 };
 
 static bool gave_up(const GarArgs& args) {
-  const char* segment = static_cast<const char*>(args.segments[args.rank]);
-  return load_acquire(reinterpret_cast<const uint64_t*>(segment + args.abort_offset)) != 0;
+  const char* control = static_cast<const char*>(args.controls[args.rank]);
+  return load_acquire(reinterpret_cast<const uint64_t*>(control + args.abort_offset)) != 0;
 }
 static PyObject* outcome(bool succeeded, PyObject* result) {
   if (succeeded) {

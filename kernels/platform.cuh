@@ -15,6 +15,8 @@
 
 #if defined(__CUDACC__)
 #include "platform_cuda.cuh"
+#elif defined(GAR_EMULATED)
+#include "platform_emulated.cuh"
 #else
 #include "platform_host.cuh"
 #endif

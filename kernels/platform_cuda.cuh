@@ -14,17 +14,19 @@ typedef unsigned long long uint64_t;
 #else
 #include <stdint.h>
 #endif
+#define GAR_TABLES_BY_VALUE 1
 #include "args.h"
 
 #define GAR_DEVICE __device__ __forceinline__
 #define GAR_MEMBER __device__ __forceinline__
-#define GAR_NOINLINE __device__ __noinline__
+// Inlined like all else: what is called has an address of the caller's objects, and that puts them on a stack.
+#define GAR_NOINLINE GAR_DEVICE
 #define GAR_OUTLINE GAR_DEVICE
 #define GAR_UNROLL _Pragma("unroll")
 #define GAR_MAX_THREADS 512
-#define GAR_KERNEL(name, body)                                                                                  \
-  extern "C" __global__ void __launch_bounds__(GAR_MAX_THREADS, 1) name(const __grid_constant__ GarArgs args) { \
-    body(gar::Block(), args);                                                                                   \
+#define GAR_KERNEL(name, Args, body)                                                                         \
+  extern "C" __global__ void __launch_bounds__(GAR_MAX_THREADS, 1) name(const __grid_constant__ Args args) { \
+    body(gar::Block(), args);                                                                                \
   }
 #include "lanes.cuh"
 
@@ -33,7 +35,8 @@ namespace gar {
 constexpr int kPackBytes = 16;  // one LDG.128 of elements as stored
 constexpr bool kPackHoldsStorage = true;
 constexpr bool kVectorsNeedAlignment = true;
-constexpr int kLoadsInFlight = 8;  // packs a thread loads before it uses the first
+constexpr int kLoadsInFlight = 8;       // packs a thread loads before it uses the first
+constexpr uint32_t kGroupThreads = 32;  // a warp: its packs of one load should be neighbours
 
 GAR_DEVICE uint64_t load_acquire(const uint64_t* word) {
   unsigned long long value;
@@ -43,7 +46,12 @@ GAR_DEVICE uint64_t load_acquire(const uint64_t* word) {
 GAR_DEVICE void store_release(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"((unsigned long long)value) : "memory");
 }
-GAR_DEVICE bool claim(uint64_t* word) { return atomicExch((unsigned long long*)word, 1ull) == 0; }
+// At system scope: the host claims too.
+GAR_DEVICE bool claim(uint64_t* word) {
+  unsigned long long before;
+  asm volatile("atom.acq_rel.sys.global.exch.b64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
+  return before == 0;
+}
 GAR_DEVICE uint64_t clock_ns() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -162,30 +170,69 @@ GAR_DEVICE Lanes<float, N> widen_float16(const Lanes<uint16_t, N>& a) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(r.v[i]) : "h"(a.v[i]));
   return r;
 }
+// Two 16-bit floats in one register, `a` in the lower half; NaN as NOTE canonical NaN has it.
+struct TwoFloat16 {
+  static GAR_MEMBER uint32_t of(float a, float b) {
+    uint32_t two, is_nan;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+    asm("set.neu.u32.f16x2 %0, %1, %1;" : "=r"(is_nan) : "r"(two));
+    return (two & ~is_nan) | (0x7e007e00u & is_nan);
+  }
+};
+struct TwoBFloat16 {
+  static GAR_MEMBER uint32_t of(float a, float b) {
+    uint32_t two, is_nan;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(b), "f"(a));
+#if __CUDA_ARCH__ >= 900
+    asm("set.neu.u32.bf16x2 %0, %1, %1;" : "=r"(is_nan) : "r"(two));
+#else
+    // Bit 15 of each half, carried there by all that is greater than infinity; prmt spreads it over the half.
+    const uint32_t carried = (two & 0x7fff7fffu) + 0x007f007fu;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(is_nan) : "r"(carried));
+#endif
+    return (two & ~is_nan) | (0x7fc07fc0u & is_nan);
+  }
+};
+// Function::of on two neighbours at a time: registers hold two 16-bit lanes, and taking them apart costs instructions.
+template <class Function, int N>
+GAR_DEVICE Lanes<uint16_t, N> narrow_in_pairs(const Lanes<float, N>& a) {
+  if constexpr (N == 1) {
+    return {{uint16_t(Function::of(a.v[0], a.v[0]))}};
+  } else {
+    union {
+      uint32_t pairs[N / 2];
+      Lanes<uint16_t, N> lanes;
+    } u;
+    GAR_UNROLL for (int i = 0; i < N / 2; ++i)
+      u.pairs[i] = Function::of(a.v[2 * i], a.v[2 * i + 1]);
+    return u.lanes;
+  }
+}
 template <int N>
 GAR_DEVICE Lanes<uint16_t, N> narrow_float16(const Lanes<float, N>& a) {
-  Lanes<uint16_t, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.v[i]) : "f"(a.v[i]));
-    r.v[i] = a.v[i] != a.v[i] ? uint16_t(0x7e00) : r.v[i];
-  }
-  return r;
+  return narrow_in_pairs<TwoFloat16, N>(a);
 }
 template <int N>
 GAR_DEVICE Lanes<float, N> widen_bfloat16(const Lanes<uint16_t, N>& a) {
   Lanes<float, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i)
-    r.v[i] = __uint_as_float(uint32_t(a.v[i]) << 16);
+  if constexpr (N == 1) {
+    r.v[0] = __uint_as_float(uint32_t(a.v[0]) << 16);
+  } else {
+    union {
+      uint32_t pairs[N / 2];
+      Lanes<uint16_t, N> lanes;
+    } u;
+    u.lanes = a;
+    GAR_UNROLL for (int i = 0; i < N / 2; ++i) {
+      r.v[2 * i] = __uint_as_float(u.pairs[i] << 16);
+      r.v[2 * i + 1] = __uint_as_float(u.pairs[i] & 0xffff0000u);
+    }
+  }
   return r;
 }
 template <int N>
 GAR_DEVICE Lanes<uint16_t, N> narrow_bfloat16(const Lanes<float, N>& a) {
-  Lanes<uint16_t, N> r;
-  GAR_UNROLL for (int i = 0; i < N; ++i) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.v[i]) : "f"(a.v[i]));
-    r.v[i] = a.v[i] != a.v[i] ? uint16_t(0x7fc0) : r.v[i];
-  }
-  return r;
+  return narrow_in_pairs<TwoBFloat16, N>(a);
 }
 GAR_DEVICE uint32_t float_bits(float a) { return __float_as_uint(a); }
 GAR_DEVICE float bits_float(uint32_t a) { return __uint_as_float(a); }

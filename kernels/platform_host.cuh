@@ -18,10 +18,10 @@
 #ifndef GAR_BLOCK_THREADS
 #define GAR_BLOCK_THREADS 1
 #endif
-#define GAR_KERNEL(name, body)                                                                               \
-  extern "C" __attribute__((visibility("default"))) int name(const GarArgs* args, const gar::Block* block) { \
-    const gar::DefaultRounding rounding;                                                                     \
-    return body(*block, *args);                                                                              \
+#define GAR_KERNEL(name, Args, body)                                                                      \
+  extern "C" __attribute__((visibility("default"))) int name(const Args* args, const gar::Block* block) { \
+    const gar::DefaultRounding rounding;                                                                  \
+    return body(*block, *args);                                                                           \
   }
 #include "lanes.cuh"
 
@@ -47,6 +47,7 @@ constexpr int kPackBytes = 16;
 constexpr bool kPackHoldsStorage = false;  // a pack fills a register once widened
 constexpr bool kVectorsNeedAlignment = false;
 constexpr int kLoadsInFlight = 1;  // out-of-order cores find the parallel loads by themselves
+constexpr uint32_t kGroupThreads = 1;
 
 GAR_DEVICE uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 GAR_DEVICE void store_release(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }

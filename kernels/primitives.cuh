@@ -26,9 +26,9 @@ enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };                         
 // a rank has left call e, all ranks have entered e; nobody can be two calls ahead, and two lines by parity of the
 // sequence suffice: the line that e + 2 overwrites was read in e, before its reader posted e + 1.
 //
-// NOTE aborts. A rank that gives up writes its report into every rank's segment, then sets every rank's abort word.
-// Each wait looks at its own rank's abort word, so all ranks leave the call soon after the first one gave up. A rank
-// that closes its communicator leaves a report with kClosed but sets no abort word, since its peers may still be
+// NOTE aborts. A rank that gives up writes its report into every rank's control block, then sets every rank's abort
+// word. Each wait looks at its own rank's abort word, so all ranks leave the call soon after the first one gave up. A
+// rank that closes its communicator leaves a report with kClosed but sets no abort word, since its peers may still be
 // finishing the last call; a wait for such a rank looks at the word once more (the report came after everything that
 // the rank ever posted) and then gives up. Whoever learns that a rank's process is gone leaves kLost in its
 // name and gives up: that rank cannot take part in what is being waited for.
@@ -127,6 +127,7 @@ class Channel {
   uint64_t sequence_, first_step_;
 
   GAR_MEMBER char* segment(uint32_t owner) const { return static_cast<char*>(args.segments[owner]); }
+  GAR_MEMBER char* control(uint32_t owner) const { return static_cast<char*>(args.controls[owner]); }
   GAR_MEMBER uint64_t* line(uint32_t owner, uint64_t offset, uint64_t number) const {
     return reinterpret_cast<uint64_t*>(segment(owner) + offset + number * kLineBytes);
   }
@@ -194,10 +195,10 @@ class Channel {
   }
 
   GAR_MEMBER uint64_t* abort_word(uint32_t owner) const {
-    return reinterpret_cast<uint64_t*>(segment(owner) + args.abort_offset);
+    return reinterpret_cast<uint64_t*>(control(owner) + args.abort_offset);
   }
   GAR_MEMBER GarReport* report_of(uint32_t owner, uint32_t reporter) const {
-    return reinterpret_cast<GarReport*>(segment(owner) + args.reports_offset + reporter * kReportBytes);
+    return reinterpret_cast<GarReport*>(control(owner) + args.reports_offset + reporter * kReportBytes);
   }
   // See NOTE aborts. Several threads and blocks may get here; the first one reports.
   GAR_NOINLINE void give_up(GarReport& report) {
@@ -209,7 +210,8 @@ class Channel {
       // All words but the code: peers that wait for this rank are looking at that one.
       uint64_t* theirs = reinterpret_cast<uint64_t*>(report_of(to, rank));
       const uint64_t* ours = reinterpret_cast<const uint64_t*>(&report);
-      for (uint64_t i = 1; i < sizeof(GarReport) / sizeof(uint64_t); ++i) theirs[i] = ours[i];
+      GAR_UNROLL for (uint64_t i = 1; i < sizeof(GarReport) / sizeof(uint64_t); ++i)
+        theirs[i] = ours[i];
       store_release(theirs, report.code);
       store_release(abort_word(to), rank + 1);
     }

@@ -19,6 +19,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     args.GarHeader,
     args.GarReport,
     args.GarArgs,
+    args.GarStridedArgs,
     args.GarLaunch,
 )
 # C++ name of each constant and what the Python side holds.
@@ -33,22 +34,28 @@ CONSTANTS = {
 }
 
 
-def python_facts() -> dict[str, int]:
-    """Sizes, offsets and field sizes by ctypes, and the constants."""
-    facts = {f"constant {name}": value for name, value in CONSTANTS.items()}
-    for struct in STRUCTS:
-        facts[f"sizeof {struct.__name__}"] = ctypes.sizeof(struct)
-        for field in struct._fields_:
-            descriptor = getattr(struct, field[0])
-            facts[f"offset {struct.__name__}.{field[0]}"] = descriptor.offset
-            facts[f"sizeof {struct.__name__}.{field[0]}"] = descriptor.size
+def facts_of(name: str, struct: type[ctypes.Structure]) -> dict[str, int]:
+    """Size, offsets and field sizes of a struct by ctypes, under its C++ name."""
+    facts = {f"sizeof {name}": ctypes.sizeof(struct)}
+    for field in struct._fields_:
+        descriptor = getattr(struct, field[0])
+        facts[f"offset {name}.{field[0]}"] = descriptor.offset
+        facts[f"sizeof {name}.{field[0]}"] = descriptor.size
     return facts
 
 
-def compiler_program() -> str:
+def python_facts() -> dict[str, int]:
+    """Facts of all structs of host devices, and the constants."""
+    facts = {f"constant {name}": value for name, value in CONSTANTS.items()}
+    for struct in STRUCTS:
+        facts |= facts_of(struct.__name__, struct)
+    return facts
+
+
+def compiler_program(facts: dict[str, int], *headers: str) -> str:
     """A C++ program that prints the same facts."""
     lines = []
-    for fact in python_facts():
+    for fact in facts:
         kind, name = fact.split(" ")
         struct, _, field = name.partition(".")
         expression = {
@@ -57,24 +64,37 @@ def compiler_program() -> str:
             "sizeof": f"sizeof({struct}::{field})" if field else f"sizeof({struct})",
         }[kind]
         lines.append(f'std::printf("{fact}=%llu\\n", (unsigned long long)({expression}));')
+    included = "".join(f'#include "{header}"\n' for header in headers)
     return (
-        '#include <cstddef>\n#include <cstdio>\n#include "host.h"\n#include "primitives.cuh"\n'
+        f"#include <cstddef>\n#include <cstdio>\n{included}"
         "int main() {\n" + "\n".join(lines) + "\n}\n"
     )
 
 
-@pytest.fixture(scope="module")
-def compiler_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    folder = tmp_path_factory.mktemp("facts")
+def compiled(folder: Path, text: str, *flags: str) -> dict[str, int]:
+    """What a program of facts prints."""
     source, program = folder / "facts.cpp", folder / "facts"
-    source.write_text(compiler_program(), encoding="utf-8")
-    command = [*jit.host_compiler().command, "-std=c++17", f"-I{jit.kernels_folder()}"]
+    source.write_text(text, encoding="utf-8")
+    command = [*jit.host_compiler().command, "-std=c++17", f"-I{jit.kernels_folder()}", *flags]
     built = subprocess.run(
         [*command, str(source), "-o", str(program)], capture_output=True, text=True, check=False
     )
     assert built.returncode == 0, built.stderr
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
     return {name: int(value) for name, value in (line.split("=") for line in printed.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def compiler_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    text = compiler_program(python_facts(), "host.h", "primitives.cuh")
+    return compiled(tmp_path_factory.mktemp("facts"), text)
+
+
+def test_launches_on_gpus_are_laid_out_alike(tmp_path: Path) -> None:
+    facts = facts_of("GarArgs", args.GarDeviceArgs)
+    text = compiler_program(facts, "primitives.cuh")
+    assert compiled(tmp_path, text, "-DGAR_EMULATED") == facts
+    assert ctypes.sizeof(args.GarDeviceArgs) <= 4096, "more than a kernel's parameters may hold"
 
 
 @pytest.mark.parametrize("fact", python_facts())
@@ -98,11 +118,11 @@ def test_fields_are_those_of_the_header_in_its_order(struct: type[ctypes.Structu
     found = re.search(rf"struct {struct.__name__} \{{\n(.*?)\n\}};", text, flags=re.DOTALL)
     assert found is not None
     code = re.sub(r"//.*", "", found[1])
-    assert re.findall(r"(\w+);", code) == [field[0] for field in struct._fields_]
+    assert re.findall(r"(\w+)(?:\[.*\])?;", code) == [field[0] for field in struct._fields_]
 
 
 def test_no_struct_has_hidden_padding() -> None:
-    for struct in (args.GarHeader, args.GarReport, args.GarArgs):
+    for struct in (args.GarHeader, args.GarReport, args.GarArgs, args.GarDeviceArgs):
         fields = sum(getattr(struct, field[0]).size for field in struct._fields_)
         assert fields == ctypes.sizeof(struct)
 

@@ -63,10 +63,10 @@ def test_every_memory_layout_in_place_and_out_of_place(ranks, name, arrange):
 
 
 def test_dense_layouts_are_not_copied(ranks):
-    from gpuallreduce.arrays import bind
+    from gpuallreduce.arrays import HostArrays
 
     x = np.asfortranarray(filled((6, 5), 0))
-    bound = bind(x, None)
+    bound = HostArrays().bind(x, None)
     assert bound.input == x.ctypes.data
     assert bound.finish is None
 

@@ -24,7 +24,7 @@ def request(count=1000, nranks=4, **keywords):
 
 def plan(asked, forced=None, *, cores=64, one_process=False):
     topology = host_topology(asked.nranks, cores=cores, one_process=one_process)
-    return decide(asked, topology, forced or Forced(), max_channels=4, transport="test")
+    return decide(asked, topology, forced or Forced(), transport="test")
 
 
 def test_small_arrays_go_in_one_shot_and_large_ones_on_many_ranks_in_two():

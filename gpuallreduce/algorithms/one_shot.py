@@ -7,7 +7,7 @@ all-reduce; rank order.
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import host_call_us, host_copy_us, reduce_kernel
+from gpuallreduce.algorithms.base import call_us, move_us, on_gpu, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -45,13 +45,15 @@ class OneShot:
 
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
         """Copy n to a slot, read all p arrays, write the result."""
-        p = request.nranks
-        return host_call_us(p, topology) + host_copy_us(request.nbytes * (p + 2), topology)
+        p, n = request.nranks, request.nbytes
+        return call_us(p, topology) + move_us(n * (p + 2), n * (p - 1), topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """Small arrays in a few chunks, so that staging and folding overlap; larger ones in
-        cache-sized chunks.
+        cache-sized chunks. GPUs: as much as a slot holds.
         """
+        if on_gpu(topology):
+            return REGION.slot_bytes
         return 8 << 10 if request.nbytes <= 16 << 10 else 64 << 10
 
     def kernel(self, request: Request, access: str) -> Kernel:
@@ -78,3 +80,7 @@ class OneShot:
         if request.collective == "barrier":
             return 0
         return request.nbytes * (1 if request.collective == "reduce" else request.nranks - 1)
+
+    def share_bytes(self, request: Request, access: str) -> int:
+        """The whole array."""
+        return request.nbytes

@@ -6,12 +6,7 @@ Geometry only; the kernels are in ``kernels/ring.cuh``.
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import (
-    HOST_PHASE_US,
-    host_call_us,
-    host_copy_us,
-    reduce_kernel,
-)
+from gpuallreduce.algorithms.base import call_us, move_us, on_gpu, phase_us, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -47,11 +42,15 @@ class Ring:
         """2(p-1) hops of latency; each byte is read and written at every hop."""
         p, n = request.nranks, request.nbytes
         moved = 5 * n * (p - 1) / p if request.order == "any" else n * (3 + 2 * _widening(request))
-        waits = HOST_PHASE_US * 2 * (p - 1)
-        return host_call_us(p, topology) + waits + host_copy_us(moved, topology)
+        waits = phase_us(topology) * 2 * (p - 1)
+        return call_us(p, topology) + waits + move_us(moved, self.bytes_sent(request), topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
-        """Small enough to fill the pipeline, large enough to hide a flag."""
+        """Small enough to fill the pipeline, large enough to hide a flag. GPUs: as much as a
+        slot holds.
+        """
+        if on_gpu(topology):
+            return ANY.slot_bytes
         return 64 << 10
 
     def kernel(self, request: Request, access: str) -> Kernel:
@@ -73,3 +72,7 @@ class Ring:
             return 2 * request.nbytes * (request.nranks - 1) // request.nranks
         partial = request.nbytes * _widening(request)
         return partial + (request.nbytes if request.nranks > 2 else 0)
+
+    def share_bytes(self, request: Request, access: str) -> int:
+        """What a rank handles at every hop; in rank order all of it."""
+        return request.nbytes if request.order == "rank" else -(-request.nbytes // request.nranks)

@@ -5,12 +5,7 @@ Geometry only; the kernels are in ``kernels/two_shot.cuh``. A rank sends 2 (p-1)
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import (
-    HOST_PHASE_US,
-    host_call_us,
-    host_copy_us,
-    reduce_kernel,
-)
+from gpuallreduce.algorithms.base import call_us, move_us, on_gpu, phase_us, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -36,14 +31,19 @@ class TwoShot:
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
         """Direct reads n/p of p arrays and writes as much; staged copies slices there and back."""
         p, n = request.nranks, request.nbytes
-        call = host_call_us(p, topology)
+        call, sent = call_us(p, topology), self.bytes_sent(request)
         if access == "direct":
-            return 2 * call + host_copy_us(2 * n, topology)
+            second = phase_us(topology) if on_gpu(topology) else call
+            return call + second + move_us(2 * n, sent, topology)
         moved = n + 2 * n / p + 2 * n * (p - 1) / p
-        return call + HOST_PHASE_US + host_copy_us(moved, topology)
+        # A GPU's staged copies share its memory with the transfers that they pay for.
+        extra = 0.1 * sent if on_gpu(topology) else 0.0
+        return call + phase_us(topology) + move_us(moved, sent + extra, topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
-        """One rank's slice of a round."""
+        """One rank's slice of a round. GPUs: as much as a slot holds."""
+        if on_gpu(topology):
+            return REGION.slot_bytes
         return (64 << 10) if request.nbytes < 2 << 20 else (128 << 10)
 
     def kernel(self, request: Request, access: str) -> Kernel:
@@ -63,3 +63,7 @@ class TwoShot:
     def bytes_sent(self, request: Request) -> int:
         """2 (p-1)/p n."""
         return 2 * request.nbytes * (request.nranks - 1) // request.nranks
+
+    def share_bytes(self, request: Request, access: str) -> int:
+        """A slice."""
+        return -(-request.nbytes // request.nranks)

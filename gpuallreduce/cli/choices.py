@@ -36,7 +36,7 @@ def table(nranks: int, dtype: Dtype, *, cores: int) -> list[dict[str, Any]]:
             direct=direct,
             in_place=in_place,
         )
-        plan = tuner.decide(request, topology, tuner.Forced(), max_channels=1, transport="")
+        plan = tuner.decide(request, topology, tuner.Forced(), transport="")
         rows.append(
             {
                 "bytes": nbytes,

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from gpuallreduce.args import GarArgs, GarLaunch
-from gpuallreduce.errors import DeviceError
+from gpuallreduce.arrays import HostArrays
+from gpuallreduce.errors import DeviceError, InvalidArgument
 from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
 
 __all__ = ["HostDevice"]
@@ -94,8 +95,13 @@ class HostDevice:
         forked: True in a child of the process that made it.
     """
 
+    arrays = HostArrays()
+    arguments = GarArgs
     call: Callable[[Any, Any, Any], Any]
     forked: bool = False
+    asynchronous = False
+    poll: int
+    poll_context: int
 
     def __init__(self, *, nlocal: int, spin: bool) -> None:
         """Makes the launcher.
@@ -114,7 +120,16 @@ class HostDevice:
         self.poll_context: int = self._library.gar_host_poll_context(self._state)
         _live.add(self)
 
-    def launch(self, kernel: Kernel, args: Sequence[GarArgs], nblocks: int) -> bool:
+    def begin(self, stream: Any) -> None:
+        """Host calls are complete on return: there are no streams."""
+        if stream is not None:
+            raise InvalidArgument(
+                f"stream={stream!r}: ranks on host devices have no streams; leave it out"
+            )
+
+    def launch(
+        self, kernel: Kernel, args: Sequence[GarArgs], nblocks: int, *, nthreads: int = 1
+    ) -> bool:
         """Runs a kernel once for every element of args, at the same time. False if a rank gave up.
 
         Raises whatever a signal handler raised meanwhile (KeyboardInterrupt).
@@ -202,6 +217,18 @@ class HostDevice:
     def drain(self) -> None:
         """Waits until no launch runs, and ends the launcher's threads."""
         self._library.gar_host_drain(self._state)
+
+    def synchronize(self) -> None:
+        """Every launch had ended when it returned."""
+
+    def read_word(self, address: int) -> int:
+        """A word of a segment."""
+        return ctypes.c_uint64.from_address(address).value
+
+    def write_words(self, addresses: Sequence[int], value: int) -> None:
+        """Stores a value in words of segments."""
+        for address in addresses:
+            ctypes.c_uint64.from_address(address).value = value
 
     def load_acquire(self, address: int) -> int:
         """Loads a 64-bit word so that what was stored before it is seen as well."""

@@ -43,7 +43,7 @@ def kernel_of(case: Case, topology: Topology) -> Kernel | None:
     )
     forced = tuner.Forced(variant.algorithm, variant.access, case.chunk_bytes)
     # Channels run the same kernel, however many there are.
-    return tuner.decide(request, topology, forced, max_channels=1, transport="").kernel
+    return tuner.decide(request, topology, forced, transport="").kernel
 
 
 class Builder:

@@ -15,15 +15,15 @@
 #endif
 
 namespace gar {
-GAR_KERNEL(race_one_shot, (exchange<OneShot<RaceElement, RaceOperator, RACE_RANKS>>))
-GAR_KERNEL(race_reduce, (exchange<Reduce<RaceElement, RaceOperator, RACE_RANKS>>))
-GAR_KERNEL(race_reduce_scatter, (exchange<ReduceScatter<RaceElement, RaceOperator, RACE_RANKS>>))
-GAR_KERNEL(race_all_gather, (exchange<AllGather<RaceElement>>))
-GAR_KERNEL(race_broadcast, (exchange<Broadcast<RaceElement>>))
-GAR_KERNEL(race_two_shot, (two_shot<RaceElement, RaceOperator, RACE_RANKS>))
-GAR_KERNEL(race_two_shot_direct, (two_shot_direct<RaceElement, RaceOperator, RACE_RANKS>))
-GAR_KERNEL(race_ring, (ring<RaceElement, RaceOperator>))
-GAR_KERNEL(race_ring_in_rank_order, (ring_in_rank_order<RaceElement, RaceOperator>))
+GAR_KERNEL(race_one_shot, GarArgs, (exchange<OneShot<RaceElement, RaceOperator, RACE_RANKS>>))
+GAR_KERNEL(race_reduce, GarArgs, (exchange<Reduce<RaceElement, RaceOperator, RACE_RANKS>>))
+GAR_KERNEL(race_reduce_scatter, GarArgs, (exchange<ReduceScatter<RaceElement, RaceOperator, RACE_RANKS>>))
+GAR_KERNEL(race_all_gather, GarArgs, (exchange<AllGather<RaceElement>>))
+GAR_KERNEL(race_broadcast, GarArgs, (exchange<Broadcast<RaceElement>>))
+GAR_KERNEL(race_two_shot, GarArgs, (two_shot<RaceElement, RaceOperator, RACE_RANKS>))
+GAR_KERNEL(race_two_shot_direct, GarArgs, (two_shot_direct<RaceElement, RaceOperator, RACE_RANKS>))
+GAR_KERNEL(race_ring, GarArgs, (ring<RaceElement, RaceOperator>))
+GAR_KERNEL(race_ring_in_rank_order, GarArgs, (ring_in_rank_order<RaceElement, RaceOperator>))
 }  // namespace gar
 
 namespace race {

@@ -97,7 +97,7 @@ class Rank {
     const Region& region = script_.regions[call.kind];
     args.input = input(call);
     args.output = output(call);
-    args.segments = world_.segments.data();
+    args.segments = args.controls = world_.segments.data();
     args.peer_inputs = table_inputs_.data();
     args.peer_outputs = table_outputs_.data();
     args.count = call.count;

@@ -1,0 +1,284 @@
+"""CUDA devices: ranks on GPUs, arrays in their memory, kernels launched through CuPy.
+
+Knows nothing of algorithms, plans or other ranks: it loads kernels and launches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gpuallreduce.args import LOST, GarDeviceArgs, GarReport
+from gpuallreduce.arrays import Array
+from gpuallreduce.devices.cuda_arrays import CudaArrays
+from gpuallreduce.devices.cuda_memory import collect
+from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of
+from gpuallreduce.devices.cuda_streams import Lane
+from gpuallreduce.devices.cuda_strided import MAX_BLOCK, plan_move
+from gpuallreduce.errors import DeviceError, InvalidArgument
+from gpuallreduce.jit import Kernel
+from gpuallreduce.jit_cuda import device_code, target_of
+from gpuallreduce.memory import REPORT_BYTES
+
+__all__ = ["CudaDevice", "argument", "load"]
+
+COPY_DEFAULT = 4  # cudaMemcpyDefault
+LONGEST_NAP_S = 1e-3
+
+_load_lock = threading.Lock()
+_loaded: dict[tuple[Kernel, int], Any] = {}
+
+
+def load(kernel: Kernel, ordinal: int) -> Any:
+    """A kernel as CuPy launches it on a GPU, compiled and loaded if need be.
+
+    ``load(kernel, 0)((blocks,), (threads,), (argument(struct),), stream=stream)`` on device 0.
+
+    Raises:
+        CompileError: it does not compile.
+        DeviceError: the driver refused it.
+    """
+    function = _loaded.get((kernel, ordinal))
+    if function is None:
+        with _load_lock:
+            gpu, cupy = gpu_of(ordinal), cupy_module()
+            code = device_code(kernel, target_of(gpu.major, gpu.minor))
+            what = f"loading {kernel.symbol} on cuda:{ordinal}"
+            with cuda_errors(what), cupy.cuda.Device(ordinal):
+                module = cupy.cuda.function.Module()
+                module.load(code)
+                function = module.get_function(kernel.symbol)
+            _loaded[kernel, ordinal] = function
+    return function
+
+
+def argument(struct: ctypes.Structure) -> np.ndarray[Any, Any]:
+    """A struct as CuPy passes it to a kernel by value: an array of one element over its bytes."""
+    raw = memoryview(struct).cast("B")
+    return np.frombuffer(raw, np.dtype((np.void, ctypes.sizeof(struct))))
+
+
+class CudaDevice:
+    """The GPUs of one communicator's local ranks. See devices.base.Device.
+
+    Launches are ordered on streams and return at once. NOTE one thread launches all local ranks:
+    their kernels wait for each other, so between the first launch and the last nothing may wait for
+    a GPU. Kernels are loaded before the first, and no finalizer of the garbage collector runs in
+    between.
+    """
+
+    arguments = GarDeviceArgs
+    asynchronous = True
+    poll = poll_context = 0
+
+    def __init__(self, ordinals: Sequence[int], *, peers: bool) -> None:
+        """For local ranks on these GPUs.
+
+        Args:
+            ordinals: the GPU of each local rank.
+            peers: GPUs of this process address each other's memory.
+        """
+        self._cupy = cupy_module()
+        self.ordinals = list(ordinals)
+        self.lanes = [Lane(ordinal) for ordinal in ordinals]
+        self.arrays = CudaArrays(self.ordinals, self._stream_of, self._move, peers=peers)
+        self._process = os.getpid()
+        self._stop_fd: int | None = None
+        self._fence = threading.Lock()
+
+    def _stream_of(self, local: int) -> Any:
+        return self.lanes[local].stream
+
+    @property
+    def forked(self) -> bool:
+        """CUDA does not live on in a forked child."""
+        return os.getpid() != self._process
+
+    def call(self, arrays: Any, out: Any, op: str) -> None:
+        """There is no short way."""
+
+    # ---- launching ----------------------------------------------------------------------------
+
+    def begin(self, stream: Any) -> None:
+        """See Device."""
+        collect()
+        streams = self._per_lane(stream)
+        with cuda_errors("ordering a call on its stream"):
+            for lane, each in zip(self.lanes, streams, strict=True):
+                lane.begin(each)
+
+    def _per_lane(self, stream: Any) -> list[Any]:
+        count = len(self.lanes)
+        if stream is None:
+            return [None] * count
+        if count == 1 and not isinstance(stream, list | tuple):
+            return [stream]
+        if not isinstance(stream, list | tuple) or len(stream) != count:
+            raise InvalidArgument(
+                f"stream={stream!r}: this process holds {count} ranks; give a list with a stream "
+                "for each, or None for CuPy's current streams"
+            )
+        return list(stream)
+
+    def launch(
+        self, kernel: Kernel, args: Sequence[Any], nblocks: int, *, nthreads: int = 1
+    ) -> bool:
+        """See Device. Always True: what a kernel finds out is read later."""
+        functions = [load(kernel, lane.ordinal) for lane in self.lanes]
+        arguments = [argument(each) for each in args]
+        collecting = gc.isenabled()
+        gc.disable()  # see NOTE one thread launches all local ranks
+        try:
+            with cuda_errors(f"launching {kernel.symbol}"):
+                for lane, function, each in zip(self.lanes, functions, arguments, strict=True):
+                    lane.launch(function, nblocks, nthreads, each)
+        finally:
+            if collecting:
+                gc.enable()
+        return True
+
+    def _move(self, target: Array, source: Array, local: int) -> None:
+        lane = self.lanes[local]
+        kernel, struct, nblocks = plan_move(target, source)
+        with cuda_errors("copying a strided array"):
+            lane.launch(load(kernel, lane.ordinal), nblocks, MAX_BLOCK, argument(struct))
+
+    def prepare(self, kernel: Kernel, args: Sequence[Any], **_: Any) -> None:
+        """There is no short way."""
+
+    def forget(self) -> None:
+        """There is no short way."""
+
+    def add_symmetric(self, begin: int, nbytes: int) -> None:
+        """There is no short way."""
+
+    def remove_symmetric(self, begin: int) -> None:
+        """There is no short way."""
+
+    # ---- waiting ------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        """No thread is ever inside a launch for long."""
+        return True
+
+    @property
+    def in_signal_handler(self) -> bool:
+        """Launching is over before a signal handler can run."""
+        return False
+
+    def synchronize(self) -> None:
+        """See Device. Lets signal handlers run."""
+        for lane in self.lanes:
+            with cuda_errors(f"work on cuda:{lane.ordinal}"):
+                _wait_until(lane.done)
+
+    def drain(self) -> None:
+        """See Device."""
+        for lane in self.lanes:
+            with contextlib.suppress(DeviceError), cuda_errors("work"):
+                _wait_until(lane.done)
+        collect()
+
+    def close(self) -> None:
+        """Ends the watch over other processes."""
+        if self._stop_fd is not None and not self.forked:
+            os.eventfd_write(self._stop_fd, 1)
+            self._stop_fd = None
+
+    # ---- words --------------------------------------------------------------------------------
+
+    def read_word(self, address: int) -> int:
+        """See Device. A copy of its own stream, so that it waits for nobody's work."""
+        word = ctypes.c_uint64()
+        self._copy_words([(ctypes.addressof(word), address)], "reading a segment")
+        return word.value
+
+    def write_words(self, addresses: Sequence[int], value: int) -> None:
+        """See Device."""
+        word = ctypes.c_uint64(value)
+        pairs = [(address, ctypes.addressof(word)) for address in addresses]
+        self._copy_words(pairs, "writing a segment")
+
+    def _copy_words(self, pairs: Sequence[tuple[int, int]], what: str) -> None:
+        runtime = self._cupy.cuda.runtime
+        with cuda_errors(what), self._cupy.cuda.Device(self.ordinals[0]):
+            stream = self._cupy.cuda.Stream(non_blocking=True)
+            for target, source in pairs:
+                runtime.memcpyAsync(target, source, 8, COPY_DEFAULT, stream.ptr)
+            stream.synchronize()
+
+    # Words of control blocks are aligned, so that the interpreter's copy of 8 bytes is one access;
+    # the lock orders it among others on machines that reorder loads.
+
+    def load_acquire(self, address: int) -> int:
+        """See Device."""
+        value = ctypes.c_uint64.from_address(address).value
+        with self._fence:
+            return value
+
+    def store_release(self, address: int, value: int) -> None:
+        """See Device."""
+        with self._fence:
+            ctypes.c_uint64.from_address(address).value = value
+
+    def claim(self, address: int) -> bool:
+        """See Device. A kernel of this rank may claim the word at the same time; then the host's
+        mere code and the kernel's report go to the same place, and either tells the truth.
+        """
+        word = ctypes.c_uint64.from_address(address)
+        with self._fence:
+            mine, word.value = word.value == 0, 1
+        return mine
+
+    def watch(self, args: Any, processes: Mapping[int, int]) -> None:
+        """See Device. A thread of its own waits for the processes to end."""
+        if not processes:
+            return
+        stop = os.eventfd(0)
+        self._stop_fd = stop
+        # The thread must not keep the communicator alive, nor the interpreter.
+        finish = weakref.finalize(self, os.eventfd_write, stop, 1)
+        finish.atexit = False
+        threading.Thread(
+            target=_mark_lost, args=(args, dict(processes), stop), daemon=True, name="gar-watch"
+        ).start()
+
+
+def _wait_until(done: Any) -> None:
+    """Looks often at first, then seldom; between two looks signal handlers run."""
+    nap_s = 0.0
+    while not done():
+        time.sleep(nap_s)
+        nap_s = min(LONGEST_NAP_S, nap_s * 1.5 + 1e-6)
+
+
+def _mark_lost(args: Any, processes: dict[int, int], stop: int) -> None:
+    """Leaves LOST in the name of each rank whose process ends, for waiting kernels to see; see NOTE
+    aborts in primitives.cuh.
+    """
+    ready = select.poll()
+    ranks = {fd: rank for rank, fd in processes.items()}
+    for fd in (*ranks, stop):
+        ready.register(fd, select.POLLIN)
+    while ranks:
+        for fd, _ in ready.poll():
+            if fd == stop:
+                os.close(stop)
+                return
+            ready.unregister(fd)
+            rank = ranks.pop(fd)
+            for owner in range(args.nranks):
+                at = args.controls[owner] + args.reports_offset + rank * REPORT_BYTES
+                report = GarReport.from_address(at)
+                if report.code == 0:
+                    report.code = LOST

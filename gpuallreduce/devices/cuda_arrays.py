@@ -1,0 +1,231 @@
+"""CuPy arrays as calls see them, and what offers GPU memory as CuPy does: numba, torch, JAX.
+
+Knows nothing of ranks or calls beyond the stream that orders a call on each GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from gpuallreduce.arrays import Array, Arrays, Bound, HostArrays
+from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module
+from gpuallreduce.errors import InvalidArgument
+
+__all__ = ["CudaArrays"]
+
+DLPACK_CUDA, DLPACK_CUDA_MANAGED = 2, 13
+MEMORY_MANAGED = 3  # cudaMemoryTypeManaged
+COPY_DEFAULT = 4  # cudaMemcpyDefault
+
+
+@functools.cache
+def _read_only_type() -> Any:
+    """CuPy arrays cannot be read-only; a view of what another library offers can."""
+
+    class ReadOnly(cupy_module().ndarray):  # type: ignore[misc]
+        """A view that must not be written to."""
+
+    return ReadOnly
+
+
+def _shadow(array: Array) -> np.ndarray[Any, Any]:
+    """A NumPy array of the same address, shape and strides; never looked into."""
+    dtype = np.dtype(f"V{array.itemsize}")
+    described = {
+        "shape": array.shape,
+        "typestr": dtype.str,
+        "data": (array.data.ptr or 1, True),
+        "strides": array.strides,
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
+
+
+class CudaArrays(Arrays):
+    """Arrays of the GPUs of one communicator.
+
+    Copies are ordered on the streams of the call: see ``stream_of``.
+    """
+
+    def __init__(
+        self,
+        ordinals: Sequence[int],
+        stream_of: Callable[[int], Any],
+        move: Callable[[Array, Array, int], None],
+        *,
+        peers: bool,
+    ) -> None:
+        """For the GPUs of the ranks of this process.
+
+        Args:
+            ordinals: the GPU of each local rank.
+            stream_of: the stream that orders the present call on a local rank.
+            move: copies between arrays of any strides on a local rank's GPU.
+            peers: GPUs of this process address each other's memory.
+        """
+        self._cupy = cupy_module()
+        self._ordinals = ordinals
+        self._stream_of = stream_of
+        self._move = move
+        self._peers = peers
+        self._host = HostArrays()
+
+    def check(self, array: Any, what: str, local: int) -> Array:
+        """A CuPy array on the rank's GPU: the caller's, or a view of it."""
+        cupy, ordinal = self._cupy, self._ordinals[local]
+        if isinstance(array, list | tuple) and len(array) == 1:
+            raise InvalidArgument(
+                f"{what} is a {type(array).__name__} of one array; with one rank in this process "
+                "pass the array itself"
+            )
+        if isinstance(array, cupy.ndarray):
+            found = array
+        elif hasattr(array, "__cuda_array_interface__"):
+            found = self._from_interface(array, what, local)
+        elif hasattr(array, "__dlpack_device__"):
+            found = self._from_dlpack(array, what, local)
+        else:
+            raise InvalidArgument(
+                f"{what} is a {type(array).__module__}.{type(array).__qualname__}; ranks on CUDA "
+                "devices take cupy.ndarray, or anything with __cuda_array_interface__ or DLPack on "
+                "a GPU (cupy.asarray(x) copies host data to the current GPU)"
+            )
+        device = found.data.device_id
+        if found.size and device != ordinal:
+            raise InvalidArgument(
+                f"{what} lies on cuda:{device} and the rank runs on cuda:{ordinal}; bring an array "
+                f"of cuda:{ordinal}"
+            )
+        return found
+
+    def _from_interface(self, array: Any, what: str, local: int) -> Array:
+        """A view by ``__cuda_array_interface__``, behind the work of its producer's stream."""
+        offered = array.__cuda_array_interface__
+        address, read_only = offered["data"]
+        stream = offered.get("stream")
+        if stream == 0:
+            raise InvalidArgument(
+                f"{what} names stream 0 in its __cuda_array_interface__, which the protocol "
+                "forbids: 1 is the legacy default stream, 2 the per-thread one"
+            )
+        ordinal = self._ordinals[local]
+        if address:
+            with cuda_errors(f"looking up {what}"):
+                facts = self._cupy.cuda.runtime.pointerGetAttributes(address)
+            ordinal = facts.device if facts.device >= 0 else ordinal
+        dtype = np.dtype(offered["typestr"])
+        shape, strides = tuple(offered["shape"]), offered.get("strides")
+        extents = zip(shape, strides, strict=True) if strides else ()
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if strides and nbytes:
+            nbytes = dtype.itemsize + sum((n - 1) * step for n, step in extents if step > 0)
+        memory = self._cupy.cuda.UnownedMemory(address or 0, nbytes, array, ordinal)
+        kind = _read_only_type() if read_only else self._cupy.ndarray
+        view = kind(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0), strides)
+        if stream is not None:
+            producer = self._cupy.cuda.ExternalStream(stream, ordinal)
+            self._wait_for(producer, local)
+        return view
+
+    def _wait_for(self, producer: Any, local: int) -> None:
+        consumer = self._stream_of(local)
+        if producer.ptr == consumer.ptr:
+            return
+        with cuda_errors("waiting for the stream of an array"):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(producer)
+            consumer.wait_event(event)
+
+    def _from_dlpack(self, array: Any, what: str, local: int) -> Array:
+        """A view by DLPack, whose producer orders it on the stream of the call."""
+        kind, number = array.__dlpack_device__()
+        if int(kind) not in (DLPACK_CUDA, DLPACK_CUDA_MANAGED):
+            raise InvalidArgument(
+                f"{what} is a {type(array).__qualname__} in host memory; ranks on CUDA devices "
+                "take arrays of a GPU"
+            )
+        ordinal = self._ordinals[local]
+        if int(number) != ordinal:
+            raise InvalidArgument(
+                f"{what} lies on cuda:{number} and the rank runs on cuda:{ordinal}; bring an array "
+                f"of cuda:{ordinal}"
+            )
+        with self._cupy.cuda.Device(ordinal), self._stream_of(local):
+            return self._cupy.from_dlpack(array)
+
+    def address(self, array: Array) -> int:
+        """See Arrays."""
+        return int(array.data.ptr)
+
+    def span(self, array: Array) -> tuple[int, int]:
+        """See Arrays."""
+        return self._host.span(_shadow(array))
+
+    def overlap(self, a: Array, b: Array) -> bool:
+        """See Arrays."""
+        if a.size == 0 or b.size == 0:
+            return False
+        return self._host.overlap(_shadow(a), _shadow(b))
+
+    def is_writeable(self, array: Array) -> bool:
+        """See Arrays."""
+        return not isinstance(array, _read_only_type())
+
+    def is_addressable(self, array: Array) -> bool:
+        """Peers reach what cudaMalloc gave; memory pools of CUDA and managed memory have rules of
+        their own, so calls on them go through slots.
+        """
+        if not self._peers:
+            return False
+        return array.size == 0 or _plainly_allocated(int(array.data.ptr))
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], local: int) -> Array:
+        """See Arrays."""
+        with self._cupy.cuda.Device(self._ordinals[local]), self._stream_of(local):
+            return self._cupy.empty(shape, dtype)
+
+    def packed(self, array: Array, local: int) -> Array:
+        """See Arrays."""
+        if array.flags.c_contiguous:
+            return array
+        dense = self.empty(array.shape, array.dtype, local)
+        self.assign(dense, array, local)
+        return dense
+
+    def assign(self, target: Array, source: Array, local: int) -> None:
+        """See Arrays."""
+        if target.size == 0:
+            return
+        if target.flags.c_contiguous and source.flags.c_contiguous:
+            self._copy(target.data.ptr, source.data.ptr, target.nbytes, local)
+        else:
+            self._move(target, source, local)
+
+    def copy_bytes(self, bound: Bound, local: int) -> None:
+        """See Arrays."""
+        nbytes = bound.count * bound.result.dtype.itemsize
+        if not bound.in_place and nbytes:
+            self._copy(bound.output, bound.input, nbytes, local)
+
+    def _copy(self, target: int, source: int, nbytes: int, local: int) -> None:
+        with cuda_errors(f"copying {nbytes} bytes"), self._cupy.cuda.Device(self._ordinals[local]):
+            stream = self._stream_of(local).ptr
+            self._cupy.cuda.runtime.memcpyAsync(target, source, nbytes, COPY_DEFAULT, stream)
+
+
+def _plainly_allocated(address: int) -> bool:
+    """Whether memory came from cudaMalloc."""
+    from cuda.bindings import driver  # type: ignore[import-untyped]
+
+    managed = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
+    pool = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+    for attribute in (managed, pool):
+        error, value = driver.cuPointerGetAttribute(attribute, address)
+        if int(error) != 0 or int(value or 0):
+            return False
+    return True

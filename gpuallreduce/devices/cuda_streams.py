@@ -1,0 +1,113 @@
+"""The streams of one rank's calls on its GPU, and what keeps the calls in order across them.
+
+Knows nothing of what a call does.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from gpuallreduce.devices.cuda_runtime import cupy_module
+from gpuallreduce.errors import InvalidArgument
+
+__all__ = ["Lane"]
+
+PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
+
+
+class Lane:
+    """One local rank: its GPU, the stream of the present call, and the one of the call before.
+
+    NOTE one call after the other. Step counters and slots are plain memory of a rank, so its calls
+    must run in the order in which they were made, whatever streams they are on. A call on another
+    stream than the one before waits for an event that is recorded behind that one. A stream under
+    capture takes no part in this: CUDA allows no wait for work outside the graph, so a graph's
+    launches are ordered like any other work, by the stream that they are launched on.
+
+    Attributes:
+        ordinal: the GPU.
+        stream: of the present call.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._cupy = cupy_module()
+        self._device = self._cupy.cuda.Device(ordinal)
+        self.ordinal = ordinal
+        self.stream: Any = self._cupy.cuda.Stream.null
+        self._key: Any = None  # of the stream of the call before
+        self._event: Any = None  # behind that call, where its stream may be gone by now
+
+    def begin(self, stream: Any) -> None:
+        """Orders the next call on a stream, behind the call before.
+
+        Args:
+            stream: what the caller passed; None: CuPy's current stream of the GPU.
+
+        Raises:
+            InvalidArgument: it is no stream, or one of another GPU.
+        """
+        chosen = self._chosen(stream)
+        key = self._identity(chosen)
+        if self._key is not None and key != self._key and not _capturing(chosen):
+            with self._device:
+                event = self._event or self._recorded(self.stream)
+                if event is not None:
+                    chosen.wait_event(event)
+        self.stream, self._key, self._event = chosen, key, None
+
+    def launch(self, function: Any, nblocks: int, nthreads: int, argument: Any) -> None:
+        """Launches a kernel on the call's stream."""
+        with self._device:
+            function((nblocks, 1, 1), (nthreads, 1, 1), (argument,), stream=self.stream)
+            if self._may_vanish(self.stream):
+                self._event = self._recorded(self.stream)
+
+    def done(self) -> bool:
+        """Whether everything on the stream of the last call has ended."""
+        with self._device:
+            if self._event is not None:
+                return bool(self._event.done)
+            return bool(_capturing(self.stream) or self.stream.done)
+
+    def _recorded(self, stream: Any) -> Any:
+        """An event behind what a stream holds; None while it is captured."""
+        if _capturing(stream):
+            return None
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _chosen(self, stream: Any) -> Any:
+        if stream is None:
+            return self._cupy.cuda.get_current_stream(self.ordinal)
+        if not isinstance(stream, self._cupy.cuda.stream.BaseStream):
+            if not hasattr(stream, "__cuda_stream__"):
+                raise InvalidArgument(
+                    f"stream={stream!r} is no stream: give a cupy.cuda.Stream, or anything with "
+                    "__cuda_stream__ such as a torch.cuda.Stream"
+                )
+            _, pointer = stream.__cuda_stream__()
+            stream = self._cupy.cuda.ExternalStream(pointer, self.ordinal)
+        if stream.device_id not in (-1, self.ordinal):
+            raise InvalidArgument(
+                f"stream={stream!r} belongs to cuda:{stream.device_id}, the rank runs on "
+                f"cuda:{self.ordinal}"
+            )
+        return stream
+
+    def _identity(self, stream: Any) -> Any:
+        """Equal for streams in which work follows in order."""
+        if stream.ptr == PER_THREAD_DEFAULT:
+            return (PER_THREAD_DEFAULT, threading.get_ident())
+        return stream.ptr
+
+    def _may_vanish(self, stream: Any) -> bool:
+        """Whether others may destroy the stream, or no other thread can name it."""
+        external = isinstance(stream, self._cupy.cuda.ExternalStream)
+        return bool(external or stream.ptr == PER_THREAD_DEFAULT)
+
+
+def _capturing(stream: Any) -> bool:
+    """Whether work on the stream becomes part of a graph."""
+    return stream.ptr != 0 and bool(stream.is_capturing())
