@@ -12,14 +12,14 @@ from typing import Any
 
 from gpuallreduce import tuner
 from gpuallreduce.arrays import Bound
-from gpuallreduce.devices.base import Device, LaunchArgs
+from gpuallreduce.devices.base import LaunchArgs
 from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.fabric.base import Engine
 from gpuallreduce.memory import SymmetricBuffer
 from gpuallreduce.orchestrator import Addresses, Orchestrator
+from gpuallreduce.placement import Placement
 from gpuallreduce.plan import ORDERS, Plan, Request
 from gpuallreduce.symmetric import SymmetricBuffers, address_table
-from gpuallreduce.topology import Topology
-from gpuallreduce.transport import Transport
 from gpuallreduce.tuner import Forced
 from gpuallreduce.types import dtype_of, op_of, reduction
 
@@ -76,17 +76,18 @@ class Calls:
 
     def __init__(
         self,
-        transport: Transport,
-        device: Device,
-        topology: Topology,
+        placement: Placement,
         *,
         timeout: float | None,
     ) -> None:
-        self.transport = transport
-        self.device = device
-        self.topology = topology
+        self.transport = placement.transport
+        self.device = placement.device
+        self.topology = placement.topology
         self.timeout = timeout
-        self.orchestrator = Orchestrator(transport, device, topology)
+        self.orchestrator = Orchestrator(self.transport, self.device, self.topology)
+        self._connect = placement.engine
+        self._engine: Engine | None = None
+        self._engine_aborted = False
         self.symmetric = SymmetricBuffers()
         self._plans: dict[Any, _Prepared] = {}
 
@@ -98,6 +99,8 @@ class Calls:
     def end(self) -> None:
         """Leaves the ranks; no call may be running. Arrays over symmetric buffers may live on."""
         self.orchestrator.depart()
+        if self._engine is not None:
+            self._engine.close()
         self.transport.close(self.orchestrator.departed)
         self.forget()
         self.symmetric.clear()
@@ -157,11 +160,51 @@ class Calls:
         else:
             prepared = self._prepare(request, options)
             addresses = self._addresses(prepared, bounds, options)
+            engine = self._engine_for(prepared.plan)
             self.orchestrator.run(prepared.plan, prepared.args, addresses)
+            if engine is not None:
+                engine.all_reduce(
+                    addresses.inputs,
+                    addresses.outputs,
+                    request.count,
+                    dtype=request.dtype,
+                    op=request.op,
+                    streams=self.device.streams(),
+                )
             self._remember(prepared, bounds, options)
         for bound in bounds:
             if bound.finish is not None:
                 bound.finish()
+
+    # ---- another library's collectives ----------------------------------------------------------
+    # NOTE engines meet first. Before an engine's collective our barrier compares the ranks' calls.
+    # If it fails, ranks are left waiting inside the engine, so whoever waits for the device looks
+    # out for that, and for processes that ended, and aborts the engine.
+
+    def _engine_for(self, plan: Plan) -> Engine | None:
+        """The engine that a plan asks for, connected at first use. A collective."""
+        if plan.config.access != "engine":
+            return None
+        if self._engine is None:
+            assert self._connect is not None  # host devices have no plan that asks for one
+            self._engine = self._connect()
+        self._engine.check_pair(plan.request.dtype, plan.request.op)
+        return self._engine
+
+    def abort_engine(self) -> None:
+        """Ends what the engine is waiting for; from any thread."""
+        if self._engine is not None and not self._engine_aborted:
+            self._engine_aborted = True
+            self._engine.abort()
+
+    def look_out(self) -> None:
+        """See NOTE engines meet first; called now and then while the device works."""
+        if self._engine is None or self._engine_aborted:
+            return
+        if not self.orchestrator.aborted and self.transport.lost():
+            self.orchestrator.abort()
+        if self.orchestrator.aborted:
+            self.abort_engine()
 
     def _is_direct(self, bounds: Sequence[Bound]) -> bool:
         """Whether every rank can address these arrays."""

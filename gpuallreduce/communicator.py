@@ -86,7 +86,7 @@ class Communicator(Collectives):
         self.ranks = transport.ranks
         self.topology = topology
         self._device = placement.device
-        self._calls = Calls(transport, self._device, topology, timeout=check_timeout(timeout))
+        self._calls = Calls(placement, timeout=check_timeout(timeout))
         self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
         self._fuser = Fuser(len(self.ranks), self._device.arrays)
         self._call = self._device.call if self.nranks > 1 else _no_call
@@ -161,7 +161,7 @@ class Communicator(Collectives):
             self._calls.transport.interrupt()  # another thread may wait in empty()
             self._lock.acquire()
         try:
-            self._device.drain()
+            self._device.drain(self._calls.look_out)
             failure = self._unraised()
             self._calls.end()
         finally:
@@ -189,7 +189,7 @@ class Communicator(Collectives):
         """
         with self._lock:
             self._check_usable()
-            self._device.synchronize()
+            self._device.synchronize(self._calls.look_out)
             self._check_usable()
 
     def abort(self) -> None:
@@ -199,6 +199,7 @@ class Communicator(Collectives):
         self._broken = self._broken or "this rank aborted it"
         self._device.close()
         self._calls.orchestrator.abort()
+        self._calls.abort_engine()
         self._calls.transport.interrupt()
 
     @property
@@ -358,7 +359,10 @@ class Communicator(Collectives):
             self._check_usable()
             try:
                 self._device.begin(stream)
-                yield
+                try:
+                    yield
+                finally:
+                    self._device.end()
             except (MismatchError, Timeout, Aborted) as error:
                 if self._calls.orchestrator.aborted:
                     self._break(error)
@@ -386,6 +390,7 @@ class Communicator(Collectives):
     def _break(self, error: Error) -> Error:
         self._broken = self._broken or f"in an earlier call, {type(error).__name__}: {error}"
         self._device.close()
+        self._calls.abort_engine()
         return error
 
 

@@ -5,7 +5,7 @@ Knows nothing of how a call runs; it reads what the kernels wrote.
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.algorithms import BY_NAME
 from gpuallreduce.args import (
     ABORTED,
     CALL,
@@ -30,15 +30,15 @@ _PRIORITY = (MISMATCH, LOST, CLOSED, ABORTED, TIMED_OUT)
 
 
 def _call(header: GarHeader) -> str:
-    fields = decode_header(header, tuple(ALGORITHMS))
+    fields = decode_header(header, tuple(BY_NAME))
     collective = fields.pop("collective")
     sequence = fields.pop("sequence")
     return f"call {sequence}: {collective}({', '.join(f'{k}={v}' for k, v in fields.items())})"
 
 
 def _differences(mine: GarHeader, theirs: GarHeader) -> str:
-    a = decode_header(mine, tuple(ALGORITHMS))
-    b = decode_header(theirs, tuple(ALGORITHMS))
+    a = decode_header(mine, tuple(BY_NAME))
+    b = decode_header(theirs, tuple(BY_NAME))
     return ", ".join(name for name in a if a[name] != b[name]) or "order of the calls"
 
 

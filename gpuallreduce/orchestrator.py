@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuallreduce import diagnosis
-from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.algorithms import ALGORITHMS, BY_NAME
 from gpuallreduce.algorithms.base import placed
 from gpuallreduce.args import ABORTED, CLOSED, GarReport, set_table
 from gpuallreduce.devices.base import Device, LaunchArgs
@@ -25,7 +25,7 @@ __all__ = ["Addresses", "Orchestrator"]
 
 CLAIM_BYTES = 8  # from the abort word to the word that the reporting thread claims
 SPINS = 2000  # pauses before a waiting rank first yields its core (about 100 us)
-ALGORITHM_CODES = {name: code for code, name in enumerate(ALGORITHMS)}
+ALGORITHM_CODES = {name: code for code, name in enumerate(BY_NAME)}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.devices.base import Device
 from gpuallreduce.devices.host import HostDevice
+from gpuallreduce.fabric.base import Engine
 from gpuallreduce.topology import Topology, available_cores, host_topology
 from gpuallreduce.transport import LocalTransport, SharedMemoryTransport, Transport
 
@@ -22,11 +23,19 @@ __all__ = ["Placement", "host_placement", "joined_rank", "local_ranks"]
 
 @dataclass(frozen=True)
 class Placement:
-    """What a communicator is made of."""
+    """What a communicator is made of.
+
+    Attributes:
+        transport: how ranks address each other's memory.
+        device: what the local ranks run on.
+        topology: what all ranks run on.
+        engine: connects the ranks by another library, when a call first asks for it; a collective.
+    """
 
     transport: Transport
     device: Device
     topology: Topology
+    engine: Callable[[], Engine] | None = None
 
 
 class _Places(Protocol):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.devices.cuda import CudaDevice
 from gpuallreduce.devices.cuda_memory import DeviceBlock, ImportedBlock, on_device
 from gpuallreduce.devices.cuda_runtime import Gpu, cupy_module, find_gpu
 from gpuallreduce.errors import DeviceError, InvalidArgument
+from gpuallreduce.fabric.nccl import Nccl
 from gpuallreduce.placement import Placement
 from gpuallreduce.topology import Topology, cuda_topology
 from gpuallreduce.transport import LocalTransport, SharedMemoryTransport, Transport
@@ -44,7 +46,8 @@ def local_ranks(devices: Sequence[str]) -> Placement:
     else:
         transport = HostMemoryTransport(LocalTransport(len(gpus)), ordinals, reason)
     topology = _topology(gpus, reason, one_process=True)
-    return Placement(transport, CudaDevice(ordinals, peers=reason is None), topology)
+    device = CudaDevice(ordinals, peers=reason is None)
+    return Placement(transport, device, topology, lambda: Nccl(ordinals))
 
 
 def _without_peer_access(ordinals: Sequence[int]) -> str | None:
@@ -85,7 +88,15 @@ def joined_rank(rendezvous: Rendezvous, device: str, *, local_rank: int) -> Plac
     else:
         transport = HostMemoryTransport(host, [gpu.ordinal], reason)
     topology = _topology(gpus, reason, one_process=False)
-    return Placement(transport, CudaDevice([gpu.ordinal], peers=False), topology)
+
+    def connect() -> Nccl:
+        def exchange(payload: dict[str, Any]) -> list[dict[str, Any]]:
+            return [part.payload for part in rendezvous.exchange("connecting NCCL", payload)]
+
+        ranks, nranks = [rendezvous.rank], rendezvous.nranks
+        return Nccl([gpu.ordinal], ranks=ranks, nranks=nranks, exchange=exchange)
+
+    return Placement(transport, CudaDevice([gpu.ordinal], peers=False), topology, connect)
 
 
 def _without_ipc(rendezvous: Rendezvous, ordinal: int) -> str | None:

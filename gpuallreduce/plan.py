@@ -26,7 +26,7 @@ __all__ = [
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 ORDERS = ("rank", "any")
-ACCESSES = ("staged", "direct")
+ACCESSES = ("staged", "direct", "engine")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Config:
 
     Attributes:
         algorithm: name of an algorithm.
-        access: ``staged`` (through slots) or ``direct`` (peers touch the arrays themselves).
+        access: ``staged`` (through slots), ``direct`` (peers touch the arrays themselves), or
+            ``engine`` (another library moves the data; the kernel is where ranks meet).
         chunk_count: elements of one chunk.
         nchannels: blocks per rank, each with its own slots and words.
         streaming: store the output past the caches.
@@ -163,8 +164,8 @@ class Plan:
 
     @property
     def kernel_count(self) -> int:
-        """Elements as the kernel counts them."""
-        return self.request.count * self.items
+        """Elements as the kernel counts them; none where an engine moves the data."""
+        return 0 if self.config.access == "engine" else self.request.count * self.items
 
     @property
     def kernel_chunk_count(self) -> int:
@@ -178,7 +179,7 @@ class Plan:
         in symmetric buffers, fused parts.
 
         Args:
-            algorithm_code: position of the algorithm in ALGORITHMS.
+            algorithm_code: position of the algorithm in BY_NAME.
         """
         request, config = self.request, self.config
         signature = 0

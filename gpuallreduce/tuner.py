@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.algorithms import ALGORITHMS, BY_NAME, ENGINES
 from gpuallreduce.algorithms.base import on_gpu, placed
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.plan import ACCESSES, Config, Plan, Request
@@ -19,6 +19,7 @@ __all__ = ["Forced", "decide"]
 
 # Out of place only: below, and in place, the caches serve the next reader better.
 STREAMING_BYTES = 64 << 20
+IN_RANK_ORDER = "rank: the same bits for every algorithm, size and number of processes"
 GPU_CHANNEL_BYTES = 16 << 10  # 512 threads with two packs each
 WARP_THREADS, MIN_WARPS, MAX_WARPS = 32, 2, 16
 
@@ -33,11 +34,11 @@ class Forced:
     nchannels: int | None = None
 
 
-def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
+def _candidates(request: Request, topology: Topology, forced: Forced) -> list[tuple[str, str]]:
     """(algorithm, access) pairs that may serve the request under the caller's keywords."""
-    if forced.algorithm is not None and forced.algorithm not in ALGORITHMS:
+    if forced.algorithm is not None and forced.algorithm not in BY_NAME:
         raise InvalidArgument(
-            f"algorithm {forced.algorithm!r} does not exist; there are {', '.join(ALGORITHMS)}"
+            f"algorithm {forced.algorithm!r} does not exist; there are {', '.join(BY_NAME)}"
         )
     if forced.access is not None and forced.access not in ACCESSES:
         raise InvalidArgument(
@@ -46,8 +47,10 @@ def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
     names = [forced.algorithm] if forced.algorithm else list(ALGORITHMS)
     found, reasons = [], []
     for name in names:
-        reason = ALGORITHMS[name].supports(request)
-        accesses = ALGORITHMS[name].accesses(request)
+        reason = BY_NAME[name].supports(request)
+        if name in ENGINES and not on_gpu(topology):
+            reason = "runs on CUDA devices only"
+        accesses = BY_NAME[name].accesses(request)
         if forced.access is not None:
             if reason is None and forced.access not in accesses:
                 reason = f"has no {forced.access} access for these arrays" + (
@@ -66,7 +69,7 @@ def _candidates(request: Request, forced: Forced) -> list[tuple[str, str]]:
 def _chunk_count(
     request: Request, name: str, access: str, topology: Topology, forced: Forced
 ) -> int:
-    algorithm = ALGORITHMS[name]
+    algorithm = BY_NAME[name]
     itemsize = request.dtype.itemsize
     region = placed(algorithm.region(request), topology)
     widest = DTYPES[request.dtype.accumulator].itemsize if region.partials else itemsize
@@ -109,11 +112,11 @@ def decide(request: Request, topology: Topology, forced: Forced, *, transport: s
         InvalidArgument: a keyword names what does not exist or does not fit.
         NotSupported: no algorithm serves the request.
     """
-    candidates = _candidates(request, forced)
+    candidates = _candidates(request, topology, forced)
     costs: dict[str, float | str] = {}
     best: tuple[float, str, str] | None = None
     for name, access in candidates:
-        cost = ALGORITHMS[name].cost_us(request, access, topology)
+        cost = BY_NAME[name].cost_us(request, access, topology)
         known = costs.get(name)
         costs[name] = min(cost, known) if isinstance(known, float) else cost
         if best is None or cost < best[0]:
@@ -123,7 +126,7 @@ def decide(request: Request, topology: Topology, forced: Forced, *, transport: s
             costs[name] = algorithm.supports(request) or "not asked for"
     assert best is not None
     _, name, access = best
-    algorithm = ALGORITHMS[name]
+    algorithm = BY_NAME[name]
     share_bytes = algorithm.share_bytes(request, access)
     nchannels = _nchannels(share_bytes, topology, forced)
     config = Config(
@@ -137,12 +140,8 @@ def decide(request: Request, topology: Topology, forced: Forced, *, transport: s
         push=on_gpu(topology) and access == "staged",
         nthreads=_nthreads(share_bytes // nchannels) if on_gpu(topology) else 1,
     )
-    in_rank_order = request.order == "rank" or name != "ring"
-    order = (
-        "rank: the same bits for every algorithm, size and number of processes"
-        if in_rank_order
-        else "of the ring"
-    )
+    orders = {"ring": "of the ring", "nccl": "NCCL's own"} if request.order == "any" else {}
+    order = orders.get(name, IN_RANK_ORDER)
     return Plan(
         request=request,
         config=config,

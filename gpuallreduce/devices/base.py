@@ -69,6 +69,9 @@ class Device(Protocol):
             InvalidArgument: it is no stream of these devices.
         """
 
+    def end(self) -> None:
+        """Orders what the caller does next behind what was launched since ``begin``."""
+
     def launch(
         self, kernel: Kernel, args: Sequence[Any], nblocks: int, *, nthreads: int = 1
     ) -> bool:
@@ -118,14 +121,20 @@ class Device(Protocol):
     def in_signal_handler(self) -> bool:
         """True if this very thread is inside a launch."""
 
-    def synchronize(self) -> None:
+    def streams(self) -> Sequence[int]:
+        """The stream of the present call on each local rank, as other libraries take it."""
+
+    def synchronize(self, meanwhile: Callable[[], None]) -> None:
         """Waits until everything launched has ended.
+
+        Args:
+            meanwhile: called now and then.
 
         Raises:
             DeviceError: the device failed.
         """
 
-    def drain(self) -> None:
+    def drain(self, meanwhile: Callable[[], None]) -> None:
         """As ``synchronize``, and gives up what launching needed. Raises nothing."""
 
     def read_word(self, address: int) -> int:

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,9 @@ class CudaDevice:
         """
         self._cupy = cupy_module()
         self.ordinals = list(ordinals)
-        self.lanes = [Lane(ordinal) for ordinal in ordinals]
+        self.lanes = [
+            Lane(ordinal, shared=self.ordinals.count(ordinal) > 1) for ordinal in ordinals
+        ]
         self.arrays = CudaArrays(self.ordinals, self._stream_of, self._move, peers=peers)
         self._process = os.getpid()
         self._stop_fd: int | None = None
@@ -116,6 +118,12 @@ class CudaDevice:
         with cuda_errors("ordering a call on its stream"):
             for lane, each in zip(self.lanes, streams, strict=True):
                 lane.begin(each)
+
+    def end(self) -> None:
+        """See Device."""
+        with cuda_errors("ordering a stream behind a call"):
+            for lane in self.lanes:
+                lane.end()
 
     def _per_lane(self, stream: Any) -> list[Any]:
         count = len(self.lanes)
@@ -176,17 +184,21 @@ class CudaDevice:
         """Launching is over before a signal handler can run."""
         return False
 
-    def synchronize(self) -> None:
+    def streams(self) -> Sequence[int]:
+        """See Device."""
+        return [lane.stream.ptr for lane in self.lanes]
+
+    def synchronize(self, meanwhile: Callable[[], None]) -> None:
         """See Device. Lets signal handlers run."""
         for lane in self.lanes:
             with cuda_errors(f"work on cuda:{lane.ordinal}"):
-                _wait_until(lane.done)
+                _wait_until(lane.done, meanwhile)
 
-    def drain(self) -> None:
+    def drain(self, meanwhile: Callable[[], None]) -> None:
         """See Device."""
         for lane in self.lanes:
             with contextlib.suppress(DeviceError), cuda_errors("work"):
-                _wait_until(lane.done)
+                _wait_until(lane.done, meanwhile)
         collect()
 
     def close(self) -> None:
@@ -254,10 +266,12 @@ class CudaDevice:
         ).start()
 
 
-def _wait_until(done: Any) -> None:
+def _wait_until(done: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
     """Looks often at first, then seldom; between two looks signal handlers run."""
     nap_s = 0.0
     while not done():
+        if nap_s == LONGEST_NAP_S:
+            meanwhile()
         time.sleep(nap_s)
         nap_s = min(LONGEST_NAP_S, nap_s * 1.5 + 1e-6)
 

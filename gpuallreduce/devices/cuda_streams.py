@@ -25,16 +25,32 @@ class Lane:
     capture takes no part in this: CUDA allows no wait for work outside the graph, so a graph's
     launches are ordered like any other work, by the stream that they are launched on.
 
+    NOTE ranks of one GPU. Their kernels wait for each other, so they must be able to run at the
+    same time: not one behind the other on one stream, nor on two that CUDA's legacy default stream
+    ties together. Each such rank has a non-blocking stream of its own, behind the caller's when a
+    call begins and before it when the call ends.
+
     Attributes:
         ordinal: the GPU.
         stream: of the present call.
     """
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, *, shared: bool) -> None:
+        """A rank on a GPU.
+
+        Args:
+            ordinal: the GPU.
+            shared: other ranks of this process are on the same one.
+        """
         self._cupy = cupy_module()
         self._device = self._cupy.cuda.Device(ordinal)
         self.ordinal = ordinal
         self.stream: Any = self._cupy.cuda.Stream.null
+        self._own: Any = None
+        self._callers: Any = None
+        if shared:
+            with self._device:
+                self._own = self._cupy.cuda.Stream(non_blocking=True)
         self._key: Any = None  # of the stream of the call before
         self._event: Any = None  # behind that call, where its stream may be gone by now
 
@@ -48,19 +64,32 @@ class Lane:
             InvalidArgument: it is no stream, or one of another GPU.
         """
         chosen = self._chosen(stream)
+        if self._own is not None:
+            with self._device:
+                self._own.wait_event(self._recorded(chosen))
+            self.stream, self._callers = self._own, chosen
+            return
         key = self._identity(chosen)
         if self._key is not None and key != self._key and not _capturing(chosen):
             with self._device:
-                event = self._event or self._recorded(self.stream)
-                if event is not None:
-                    chosen.wait_event(event)
+                if self._event is None and not _capturing(self.stream):
+                    self._event = self._recorded(self.stream)
+                if self._event is not None:
+                    chosen.wait_event(self._event)
         self.stream, self._key, self._event = chosen, key, None
+
+    def end(self) -> None:
+        """Orders what the caller does next behind the call."""
+        if self._callers is not None:
+            with self._device:
+                self._callers.wait_event(self._recorded(self._own))
+            self._callers = None
 
     def launch(self, function: Any, nblocks: int, nthreads: int, argument: Any) -> None:
         """Launches a kernel on the call's stream."""
         with self._device:
             function((nblocks, 1, 1), (nthreads, 1, 1), (argument,), stream=self.stream)
-            if self._may_vanish(self.stream):
+            if self._may_vanish(self.stream) and not _capturing(self.stream):
                 self._event = self._recorded(self.stream)
 
     def done(self) -> bool:
@@ -71,9 +100,7 @@ class Lane:
             return bool(_capturing(self.stream) or self.stream.done)
 
     def _recorded(self, stream: Any) -> Any:
-        """An event behind what a stream holds; None while it is captured."""
-        if _capturing(stream):
-            return None
+        """An event behind what a stream holds."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
@@ -81,7 +108,7 @@ class Lane:
     def _chosen(self, stream: Any) -> Any:
         if stream is None:
             return self._cupy.cuda.get_current_stream(self.ordinal)
-        if not isinstance(stream, self._cupy.cuda.stream.BaseStream):
+        if not isinstance(stream, self._cupy.cuda.Stream | self._cupy.cuda.ExternalStream):
             if not hasattr(stream, "__cuda_stream__"):
                 raise InvalidArgument(
                     f"stream={stream!r} is no stream: give a cupy.cuda.Stream, or anything with "

@@ -127,6 +127,9 @@ class HostDevice:
                 f"stream={stream!r}: ranks on host devices have no streams; leave it out"
             )
 
+    def end(self) -> None:
+        """There are no streams."""
+
     def launch(
         self, kernel: Kernel, args: Sequence[GarArgs], nblocks: int, *, nthreads: int = 1
     ) -> bool:
@@ -214,11 +217,15 @@ class HostDevice:
         """True if this very thread is inside a launch: a signal handler is running."""
         return bool(self._library.gar_host_mine(self._state))
 
-    def drain(self) -> None:
+    def drain(self, meanwhile: Callable[[], None]) -> None:
         """Waits until no launch runs, and ends the launcher's threads."""
         self._library.gar_host_drain(self._state)
 
-    def synchronize(self) -> None:
+    def streams(self) -> Sequence[int]:
+        """There are none."""
+        return ()
+
+    def synchronize(self, meanwhile: Callable[[], None]) -> None:
         """Every launch had ended when it returned."""
 
     def read_word(self, address: int) -> int:
