@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
+import gpus
 import pytest
 
 import gpuallreduce as gar
@@ -19,5 +20,20 @@ def ranks() -> Iterator[Callable[..., gar.Communicator]]:
 
         def make(nranks: int, *, timeout: float = TIMEOUT_S) -> gar.Communicator:
             return stack.enter_context(gar.Communicator(["host"] * nranks, timeout=timeout))
+
+        yield make
+
+
+@pytest.fixture
+def cuda_ranks() -> Iterator[Callable[..., gar.Communicator]]:
+    """``cuda_ranks(n)``, or ``cuda_ranks(devices=[...])``, the same on GPUs."""
+    gpus.start()
+    with ExitStack() as stack:
+
+        def make(
+            nranks: int = 0, *, devices: list[str] | None = None, timeout: float = TIMEOUT_S
+        ) -> gar.Communicator:
+            names = gpus.devices(nranks) if devices is None else devices
+            return stack.enter_context(gar.Communicator(names, timeout=timeout))
 
         yield make

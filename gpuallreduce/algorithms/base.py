@@ -14,7 +14,16 @@ from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
 from gpuallreduce.types import reduction
 
-__all__ = ["Algorithm", "call_us", "move_us", "on_gpu", "phase_us", "placed", "reduce_kernel"]
+__all__ = [
+    "STAGING",
+    "Algorithm",
+    "call_us",
+    "move_us",
+    "on_gpu",
+    "phase_us",
+    "placed",
+    "reduce_kernel",
+]
 
 MAX_UNROLLED_RANKS = 8  # kernels for more ranks loop over them at run time
 
@@ -29,6 +38,7 @@ HOST_PHASE_US = 2.3  # a second meeting of all ranks in every round
 # overtakes two_shot at 128-256 KB on 8 GPUs and 384-512 KB on 4). Not yet fitted to our own.
 GPU_CALL_US = 5.5
 GPU_PHASE_US = 2.1
+STAGING = 1.1  # copies through slots share a GPU's memory with the transfers
 GPU_SLOT_BYTES = 64 << 10  # a chunk: 512 threads move it in eight packs each
 GPU_SLOTS = 4  # the fewest that the protocols of per-peer slots allow
 SLOT_GRAIN = 1024

@@ -7,7 +7,7 @@ all-reduce; rank order.
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import call_us, move_us, on_gpu, reduce_kernel
+from gpuallreduce.algorithms.base import STAGING, call_us, move_us, on_gpu, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -46,7 +46,8 @@ class OneShot:
     def cost_us(self, request: Request, access: str, topology: Topology) -> float:
         """Copy n to a slot, read all p arrays, write the result."""
         p, n = request.nranks, request.nbytes
-        return call_us(p, topology) + move_us(n * (p + 2), n * (p - 1), topology)
+        sent = STAGING * n * (p - 1)
+        return call_us(p, topology) + move_us(n * (p + 2), sent, topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """Small arrays in a few chunks, so that staging and folding overlap; larger ones in

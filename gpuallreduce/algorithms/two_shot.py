@@ -5,7 +5,7 @@ Geometry only; the kernels are in ``kernels/two_shot.cuh``. A rank sends 2 (p-1)
 
 from __future__ import annotations
 
-from gpuallreduce.algorithms.base import call_us, move_us, on_gpu, phase_us, reduce_kernel
+from gpuallreduce.algorithms.base import STAGING, call_us, move_us, on_gpu, phase_us, reduce_kernel
 from gpuallreduce.jit import Kernel
 from gpuallreduce.plan import Region, Request
 from gpuallreduce.topology import Topology
@@ -36,9 +36,7 @@ class TwoShot:
             second = phase_us(topology) if on_gpu(topology) else call
             return call + second + move_us(2 * n, sent, topology)
         moved = n + 2 * n / p + 2 * n * (p - 1) / p
-        # A GPU's staged copies share its memory with the transfers that they pay for.
-        extra = 0.1 * sent if on_gpu(topology) else 0.0
-        return call + phase_us(topology) + move_us(moved, sent + extra, topology)
+        return call + phase_us(topology) + move_us(moved, STAGING * sent, topology)
 
     def chunk_bytes(self, request: Request, access: str, topology: Topology) -> int:
         """One rank's slice of a round. GPUs: as much as a slot holds."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from gpuallreduce.arrays import Array, Arrays, Bound, HostArrays
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module
+from gpuallreduce.devices.cuda_streams import external_stream
 from gpuallreduce.errors import InvalidArgument
 
 __all__ = ["CudaArrays"]
@@ -128,18 +129,19 @@ class CudaArrays(Arrays):
         kind = _read_only_type() if read_only else self._cupy.ndarray
         view = kind(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0), strides)
         if stream is not None:
-            producer = self._cupy.cuda.ExternalStream(stream, ordinal)
-            self._wait_for(producer, local)
+            self._wait_for(external_stream(stream, ordinal), ordinal, local)
         return view
 
-    def _wait_for(self, producer: Any, local: int) -> None:
+    def _wait_for(self, producer: Any, ordinal: int, local: int) -> None:
         consumer = self._stream_of(local)
         if producer.ptr == consumer.ptr:
             return
         with cuda_errors("waiting for the stream of an array"):
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(producer)
-            consumer.wait_event(event)
+            with self._cupy.cuda.Device(ordinal):
+                event = self._cupy.cuda.Event(disable_timing=True)
+                event.record(producer)
+            with self._cupy.cuda.Device(self._ordinals[local]):
+                consumer.wait_event(event)
 
     def _from_dlpack(self, array: Any, what: str, local: int) -> Array:
         """A view by DLPack, whose producer orders it on the stream of the call."""

@@ -11,9 +11,28 @@ from typing import Any
 from gpuallreduce.devices.cuda_runtime import cupy_module
 from gpuallreduce.errors import InvalidArgument
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "external_stream"]
 
 PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
+
+
+class _Pointer:
+    """A stream of another library, as CuPy takes it."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+def external_stream(pointer: int, ordinal: int) -> Any:
+    """Another library's stream as CuPy's; its life is the other's business."""
+    cupy = cupy_module()
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        with cupy.cuda.Device(ordinal):
+            return cupy.cuda.Stream.from_external(_Pointer(pointer))
+    return cupy.cuda.ExternalStream(pointer, ordinal)  # CuPy 13
 
 
 class Lane:
@@ -52,6 +71,7 @@ class Lane:
             with self._device:
                 self._own = self._cupy.cuda.Stream(non_blocking=True)
         self._key: Any = None  # of the stream of the call before
+        self._may_vanish = False  # others destroy it, or no other thread can name it
         self._event: Any = None  # behind that call, where its stream may be gone by now
 
     def begin(self, stream: Any) -> None:
@@ -63,7 +83,7 @@ class Lane:
         Raises:
             InvalidArgument: it is no stream, or one of another GPU.
         """
-        chosen = self._chosen(stream)
+        chosen, may_vanish = self._chosen(stream)
         if self._own is not None:
             with self._device:
                 self._own.wait_event(self._recorded(chosen))
@@ -77,6 +97,7 @@ class Lane:
                 if self._event is not None:
                     chosen.wait_event(self._event)
         self.stream, self._key, self._event = chosen, key, None
+        self._may_vanish = may_vanish or chosen.ptr == PER_THREAD_DEFAULT
 
     def end(self) -> None:
         """Orders what the caller does next behind the call."""
@@ -89,7 +110,7 @@ class Lane:
         """Launches a kernel on the call's stream."""
         with self._device:
             function((nblocks, 1, 1), (nthreads, 1, 1), (argument,), stream=self.stream)
-            if self._may_vanish(self.stream) and not _capturing(self.stream):
+            if self._may_vanish and not _capturing(self.stream):
                 self._event = self._recorded(self.stream)
 
     def done(self) -> bool:
@@ -105,34 +126,31 @@ class Lane:
         event.record(stream)
         return event
 
-    def _chosen(self, stream: Any) -> Any:
+    def _chosen(self, stream: Any) -> tuple[Any, bool]:
+        """The stream as CuPy's, and whether others may destroy it meanwhile."""
         if stream is None:
-            return self._cupy.cuda.get_current_stream(self.ordinal)
-        if not isinstance(stream, self._cupy.cuda.Stream | self._cupy.cuda.ExternalStream):
+            return self._cupy.cuda.get_current_stream(self.ordinal), False
+        foreign = not isinstance(stream, self._cupy.cuda.Stream)
+        if foreign:
             if not hasattr(stream, "__cuda_stream__"):
                 raise InvalidArgument(
                     f"stream={stream!r} is no stream: give a cupy.cuda.Stream, or anything with "
                     "__cuda_stream__ such as a torch.cuda.Stream"
                 )
             _, pointer = stream.__cuda_stream__()
-            stream = self._cupy.cuda.ExternalStream(pointer, self.ordinal)
+            stream = external_stream(pointer, self.ordinal)
         if stream.device_id not in (-1, self.ordinal):
             raise InvalidArgument(
                 f"stream={stream!r} belongs to cuda:{stream.device_id}, the rank runs on "
                 f"cuda:{self.ordinal}"
             )
-        return stream
+        return stream, foreign
 
     def _identity(self, stream: Any) -> Any:
         """Equal for streams in which work follows in order."""
         if stream.ptr == PER_THREAD_DEFAULT:
             return (PER_THREAD_DEFAULT, threading.get_ident())
         return stream.ptr
-
-    def _may_vanish(self, stream: Any) -> bool:
-        """Whether others may destroy the stream, or no other thread can name it."""
-        external = isinstance(stream, self._cupy.cuda.ExternalStream)
-        return bool(external or stream.ptr == PER_THREAD_DEFAULT)
 
 
 def _capturing(stream: Any) -> bool:

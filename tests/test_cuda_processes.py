@@ -1,0 +1,304 @@
+"""CUDA ranks in a process each: memory by IPC or through the host, and calls that cannot succeed:
+every rank raises, within the limit, and says who and what.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import gpus
+import numpy as np
+import pytest
+from jobs import finish_job, run_job, start_job
+
+SETUP = """
+import cupy
+comm = gar.init(device="cuda", timeout=20)
+rank, nranks = comm.rank, comm.nranks
+def put(array):
+    copy = cupy.empty(array.shape, array.dtype)
+    copy.set(array)
+    return copy
+def numbers(rank, turn=0):
+    return ((np.arange(5001) * 3 + rank * 17 + turn * 5) % 64).astype(np.float32)
+def total(turn=0):
+    return sum(numbers(r, turn) for r in range(nranks))
+def fails(call):
+    def both():
+        call()
+        comm.synchronize()
+    return error_of(both)
+"""
+
+EVERY_WAY = """
+ways = ({}, {"algorithm": "one_shot"}, {"algorithm": "two_shot"}, {"algorithm": "ring"},
+        {"algorithm": "ring", "order": "any"})
+for turn in range(10):
+    x = put(numbers(rank, turn))
+    y = cupy.empty_like(x)
+    comm.allreduce(x, y, **ways[turn % len(ways)])
+    comm.synchronize()
+    assert (y.get() == total(turn)).all(), turn
+z = comm.empty(5001)
+z.set(numbers(rank))
+comm.allreduce(z, access="direct")
+comm.barrier()
+assert (z.get() == total()).all()
+report(comm.plan(x).transport)
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_every_algorithm_between_processes(nranks):
+    ranks = run_job(nranks, SETUP + EVERY_WAY, **gpus.variables())
+    assert all(rank.reports == ["CUDA IPC"] for rank in ranks)
+
+
+@pytest.mark.skipif(gpus.are_real(), reason="a real driver cannot be told to refuse")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"ipc": 0}, "exporting memory of cuda:"),
+        ({"topology": "islands2"}, "cannot access each other's memory"),
+    ],
+)
+def test_ranks_agree_on_host_memory_where_ipc_is_refused(settings, reason):
+    ranks = run_job(3, SETUP + EVERY_WAY, **gpus.variables(**settings))
+    (transports,) = {tuple(rank.reports) for rank in ranks}
+    assert transports[0].startswith("pinned host memory (rank ")
+    assert reason in transports[0]
+
+
+def test_gpus_are_told_apart_by_uuid():
+    body = """
+    import os
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["GPUALLREDUCE_RANK"]
+    """
+    check = """
+    assert cupy.cuda.runtime.getDeviceCount() == 1
+    report(comm.topology.path)
+    """
+    if gpus.are_real() and gpus.start().cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one GPU")
+    import textwrap
+
+    text = textwrap.dedent(body) + SETUP + textwrap.dedent(check) + EVERY_WAY
+    ranks = run_job(2, text, **gpus.variables())
+    assert all(rank.reports[1] == "CUDA IPC" for rank in ranks)
+    assert all(rank.reports[0] != "one device" for rank in ranks)
+
+
+MISMATCHES = {
+    "count": ("comm.allreduce(put(np.ones(4 + rank)))", ["count=4", "count=5"]),
+    "dtype": (
+        "comm.allreduce(put(np.ones(4, np.float32 if rank else np.int32)))",
+        ["dtype=float32", "dtype=int32"],
+    ),
+    "op": ("comm.allreduce(put(np.ones(4)), op='sum' if rank else 'max')", ["op=sum", "op=max"]),
+    "large count, where channels differ": (
+        "comm.allreduce(put(np.ones(4 if rank else 1 << 20, np.float32)))",
+        ["count=4,", f"count={1 << 20}"],
+    ),
+    "engine": (
+        "comm.allreduce(put(np.ones(4)), order='any', algorithm='nccl' if rank else 'ring')",
+        ["algorithm=nccl", "algorithm=ring"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_calls_that_differ_raise_on_every_rank(what):
+    call, words = MISMATCHES[what]
+    if what == "engine":
+        body = f"""
+        comm.allreduce(put(np.ones(4)), order="any", algorithm="nccl")  # connected
+        comm.synchronize()
+        report(fails(lambda: {call}))
+        """
+    else:
+        body = f"report(fails(lambda: {call}))"
+    import textwrap
+
+    for rank in run_job(2, SETUP + textwrap.dedent(body), **gpus.variables()):
+        kind, message = rank.reports[0]
+        assert kind == "MismatchError"
+        assert all(word in message for word in words), message
+
+
+def test_a_rank_that_does_not_come_is_named():
+    body = """
+    comm.timeout = 1.5
+    x = put(numbers(rank))
+    if rank != 2:
+        start = time.monotonic()
+        report(fails(lambda: comm.allreduce(x)))
+        report(time.monotonic() - start)
+        report(error_of(lambda: comm.allreduce(x)))
+    else:
+        time.sleep(4)
+    """
+    import textwrap
+
+    ranks = finish_job(start_job(3, SETUP + textwrap.dedent(body), **gpus.variables()))
+    for rank in ranks[:2]:
+        (kind, message), seconds, again = rank.reports
+        assert kind == "Timeout"
+        assert "rank 2 did not make this call" in message
+        assert seconds < 10
+        assert again[0] == "Aborted"
+
+
+@pytest.mark.parametrize("call", ["comm.allreduce(x)", "comm.allreduce(x, order='any', **nccl)"])
+def test_a_killed_rank_is_named_at_once(call):
+    body = f"""
+    import os, signal
+    nccl = {{"algorithm": "nccl"}}
+    x = put(numbers(rank))
+    {call}
+    comm.synchronize()
+    report("ready")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    report(fails(lambda: {call}))
+    report(time.monotonic() - start)
+    """
+    import textwrap
+
+    ranks = finish_job(start_job(3, SETUP + textwrap.dedent(body), **gpus.variables()))
+    assert ranks[1].status == -signal.SIGKILL
+    for rank in (ranks[0], ranks[2]):
+        _, (kind, message), seconds = rank.reports
+        assert kind == "Aborted", message
+        assert "rank 1 is gone" in message
+        assert seconds < 10
+
+
+def test_a_rank_that_aborts_or_closes_is_named():
+    body = """
+    x = put(numbers(rank))
+    comm.allreduce(x)
+    comm.synchronize()
+    if rank == 1:
+        comm.{end}()
+        time.sleep(1)
+    else:
+        report(fails(lambda: comm.allreduce(x)))
+    """
+    import textwrap
+
+    for end, words in (("abort", "rank 1 aborted"), ("close", "rank 1 has closed")):
+        text = SETUP + textwrap.dedent(body).replace("{end}", end)
+        ranks = finish_job(start_job(2, text, **gpus.variables()))
+        kind, message = ranks[0].reports[0]
+        assert kind == "Aborted"
+        assert words in message
+
+
+def test_a_failed_call_that_nobody_asked_about_is_raised_by_close():
+    body = """
+    comm.timeout = 1
+    x = put(numbers(rank))
+    if rank == 0:
+        comm.allreduce(x)
+        report(error_of(comm.close))
+        report(error_of(comm.close))
+    else:
+        time.sleep(3)
+    """
+    import textwrap
+
+    ranks = finish_job(start_job(2, SETUP + textwrap.dedent(body), **gpus.variables()))
+    (kind, message), again = ranks[0].reports
+    assert kind == "Timeout"
+    assert "rank 1" in message
+    assert again is None
+
+
+def test_memory_is_kept_until_all_ranks_have_left():
+    """The first to close must not free what its peers may still read; the last one frees."""
+    body = """
+    import gc
+    def used():
+        return -cupy.cuda.runtime.memGetInfo()[0]
+    x = put(numbers(rank))
+    comm.allreduce(x)
+    comm.synchronize()
+    held = used()
+    if rank == 0:
+        comm.close()
+        report(used() >= held)
+        time.sleep(1.5)
+        gar.Communicator(["cuda"]).close()
+        report(used() < held)
+    else:
+        time.sleep(0.7)
+        comm.close()
+        report(used() < held)
+    """
+    import textwrap
+
+    ranks = run_job(2, SETUP + textwrap.dedent(body), **gpus.variables())
+    assert ranks[0].reports == [True, True]
+    assert ranks[1].reports == [True]
+
+
+def test_a_rank_without_memory_makes_all_raise():
+    body = """
+    import cupy
+    if os.environ["GPUALLREDUCE_RANK"] == "1":
+        cupy.cuda.runtime.setDevice(1 % cupy.cuda.runtime.getDeviceCount())
+        room = cupy.cuda.runtime.memGetInfo()[0]
+        hog = cupy.cuda.runtime.malloc(room - (1 << 20))
+    report(error_of(lambda: gar.init(device="cuda", timeout=20)))
+    """
+    for rank in run_job(2, body, **gpus.variables()):
+        kind, message = rank.reports[0]
+        assert kind == "DeviceError"
+        assert "rank 1" in message
+        assert "allocating" in message or "memory" in message
+
+
+def test_a_process_that_dies_leaves_the_gpus_usable():
+    body = """
+    x = put(numbers(rank))
+    comm.allreduce(x)
+    comm.synchronize()
+    report("ready")
+    time.sleep(60)
+    """
+    import textwrap
+
+    processes = start_job(2, SETUP + textwrap.dedent(body), **gpus.variables())
+    time_limit = time.monotonic() + 30
+    for process in processes:
+        assert process.stdout is not None
+        assert "ready" in process.stdout.readline()
+        assert time.monotonic() < time_limit
+        os.kill(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.communicate(timeout=10)
+    run_job(2, SETUP + EVERY_WAY, **gpus.variables())
+
+
+def test_a_forked_child_is_told(cuda_ranks):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    xs = gpus.put_all(names, [np.ones(3, np.float32)] * 2)
+    comm.allreduce(xs)
+    comm.synchronize()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.allreduce(xs)
+        except Exception as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read().startswith("Closed: this communicator belongs to the process that")
