@@ -11,6 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
@@ -82,19 +84,30 @@ def _kept(devices: tuple[str, ...]) -> Communicator:
     return communicator
 
 
+def _device_of(array: Any) -> str:
+    """The device of the rank that an array is for."""
+    offers = ("__dlpack_device__", "__cuda_array_interface__")
+    if isinstance(array, np.ndarray) or not any(hasattr(array, name) for name in offers):
+        return "host"
+    from gpuallreduce.devices.cuda_arrays import gpu_with
+
+    return gpu_with(array)
+
+
 def allreduce(arrays: Sequence[Any], out: Sequence[Any] | None = None, **options: Any) -> Any:
     """All-reduces a list of arrays, one per rank of this process; the communicator is kept for the
     next call.
 
     Args:
-        arrays: NumPy arrays of equal count and dtype.
+        arrays: arrays of equal count and dtype: all of NumPy, or each on a GPU, whose ranks then
+            run there.
         out, options: as in ``Communicator.allreduce``.
     """
     if not isinstance(arrays, Sequence) or not arrays:
         raise InvalidArgument(
             "give a list of arrays, one per rank; in a job of processes use gpuallreduce.init()"
         )
-    communicator = _kept(("host",) * len(arrays))
+    communicator = _kept(tuple(_device_of(array) for array in arrays))
     if len(arrays) == 1:
         return [communicator.allreduce(arrays[0], None if out is None else out[0], **options)]
     return communicator.allreduce(arrays, out, **options)

@@ -268,11 +268,9 @@ class Calls:
             found = [self.symmetric.find(address) for address in (bound.input, bound.output)]
             symmetric = (bound.input if found[0] else 0, bound.output if found[1] else 0)
         self.device.prepare(
-            plan.kernel,
+            plan,
             prepared.args,
             dtype=bound.result.dtype,
-            op=options.op,
-            nbytes=bound.count * bound.result.dtype.itemsize,
             in_place=bound.in_place,
             symmetric=symmetric,
         )

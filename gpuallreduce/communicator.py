@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,15 @@ import numpy as np
 from gpuallreduce.arrays import Array
 from gpuallreduce.calls import Calls, Options
 from gpuallreduce.collectives import Collectives
-from gpuallreduce.errors import Aborted, Closed, Error, InvalidArgument, MismatchError, Timeout
+from gpuallreduce.errors import (
+    Aborted,
+    Closed,
+    DeviceError,
+    Error,
+    InvalidArgument,
+    MismatchError,
+    Timeout,
+)
 from gpuallreduce.fused import Fuser, buckets
 from gpuallreduce.locals import (
     LocalRanks,
@@ -89,7 +97,7 @@ class Communicator(Collectives):
         self._calls = Calls(placement, timeout=check_timeout(timeout))
         self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
         self._fuser = Fuser(len(self.ranks), self._device.arrays)
-        self._call = self._device.call if self.nranks > 1 else _no_call
+        self._call = self._short_way()
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()
@@ -161,7 +169,7 @@ class Communicator(Collectives):
             self._calls.transport.interrupt()  # another thread may wait in empty()
             self._lock.acquire()
         try:
-            self._device.drain(self._calls.look_out)
+            self._device.drain(self._calls.look_out, self._calls.orchestrator.abort)
             failure = self._unraised()
             self._calls.end()
         finally:
@@ -189,7 +197,11 @@ class Communicator(Collectives):
         """
         with self._lock:
             self._check_usable()
-            self._device.synchronize(self._calls.look_out)
+            try:
+                self._device.synchronize(self._calls.look_out)
+            except DeviceError as error:
+                self._give_up(error)
+                raise
             self._check_usable()
 
     def abort(self) -> None:
@@ -386,6 +398,32 @@ class Communicator(Collectives):
             raise self._break(self._calls.orchestrator.diagnose())
         if self._broken is not None:
             raise Aborted(f"this communicator can make no more calls: {self._broken}")
+
+    def _short_way(self) -> Callable[[Any, Any, str], Any]:
+        """What all-reduces without options try first: see devices.base.Device.call."""
+        if self.nranks == 1:
+            return _no_call
+        device = self._device
+        if not device.asynchronous:
+            return device.call  # it locks for itself
+        aborted = self._calls.orchestrator.abort_word()
+
+        def locked(arrays: Any, out: Any, op: str) -> Any:
+            with self._lock:
+                if self._closed or self._broken is not None or aborted.value or device.forked:
+                    return None  # the long way says why not
+                try:
+                    return device.call(arrays, out, op)
+                except DeviceError as error:  # some local ranks may have been launched
+                    self._give_up(error)
+                    raise
+
+        return locked
+
+    def _give_up(self, error: Error) -> None:
+        """Lets the other ranks go: a device of this process has failed."""
+        self._calls.orchestrator.abort()
+        self._break(error)
 
     def _break(self, error: Error) -> Error:
         self._broken = self._broken or f"in an earlier call, {type(error).__name__}: {error}"

@@ -123,6 +123,10 @@ class Orchestrator:
                 reports[reporter] = report
         return diagnosis.explain(reports, self.segments, self.transport)
 
+    def abort_word(self) -> ctypes.c_uint64:
+        """The word of the first local rank that is nonzero once any rank gave up."""
+        return self.segments.control_word(self.transport.ranks[0], self.segments.layout.abort)
+
     @property
     def aborted(self) -> bool:
         """True once any rank gave up: no call can succeed any more."""

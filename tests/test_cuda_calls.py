@@ -179,11 +179,11 @@ def test_symmetric_arrays_need_no_staging_and_are_freed(cuda_ranks):
         before = runtime.memGetInfo()[0]
     xs = comm.empty((1 << 20,), "float32")
     assert all((x.get() == 0).all() for x in xs)
-    assert comm.plan(xs).config.access == "direct"
+    assert comm.plan(xs, algorithm="two_shot").config.access == "direct"
     for rank, (name, x) in enumerate(zip(names, xs, strict=True)):
         with gpus.on(name):
             x.set(np.full(1 << 20, rank + 1, np.float32))
-    comm.allreduce(xs)
+    comm.allreduce(xs, algorithm="two_shot")
     comm.synchronize()
     assert all((x.get() == 3).all() for x in xs)
     del xs, x
@@ -375,3 +375,49 @@ def test_steps_pass_every_power_of_two(cuda_ranks):
             want = sum(filled(300, rank + turn) for rank in range(3))
             assert all((x.get() == want).all() for x in xs), turn
         comm.close()
+
+
+def test_repeated_calls_take_the_short_way_and_are_checked_all_the_same(cuda_ranks, monkeypatch):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    xs = gpus.put_all(names, [filled(1000, rank) for rank in range(2)])
+    ys = gpus.put_all(names, [np.zeros(1000, np.float32)] * 2)
+    comm.allreduce(xs, ys)
+    comm.synchronize()
+    long_way = []
+    run = comm._calls.run
+    monkeypatch.setattr(comm._calls, "run", lambda *all: (long_way.append(all), run(*all)))
+    for turn in range(5):
+        for rank, x in enumerate(xs):
+            with gpus.on(names[rank]):
+                x.set(filled(1000, rank + turn))
+        assert comm.allreduce(xs, ys) is ys
+        comm.synchronize()
+        want = filled(1000, turn) + filled(1000, turn + 1)
+        assert all((y.get() == want).all() for y in ys)
+    assert not long_way
+    whole = gpus.put_all(names, [np.zeros(1500, np.float32)] * 2)
+    with pytest.raises(gar.InvalidArgument, match="overlaps"):
+        comm.allreduce([x[:1000] for x in whole], [x[500:] for x in whole])
+    with pytest.raises(gar.InvalidArgument, match="shape"):
+        comm.allreduce(xs, [y.reshape(10, 100) for y in ys])
+    if len(set(names)) > 1:
+        with pytest.raises(gar.InvalidArgument, match="lies on"):
+            comm.allreduce(xs, ys[::-1])
+    with pytest.raises(gar.InvalidArgument, match="one per rank"):
+        comm.allreduce(xs, ys[:1])
+    comm.abort()
+    with pytest.raises(gar.Aborted):
+        comm.allreduce(xs, ys)
+
+
+def test_lists_of_gpu_arrays_need_no_communicator():
+    names = gpus.devices(2)
+    xs = gpus.put_all(names, [filled(40, rank) for rank in range(2)])
+    assert gar.allreduce(xs) is xs
+    gpus.start().cuda.Device(int(names[0][5:])).synchronize()
+    for name, x in zip(names, xs, strict=True):
+        with gpus.on(name):
+            assert (x.get() == total(40, 2)).all()
+    with pytest.raises(gar.InvalidArgument, match="same kind"):
+        gar.allreduce([xs[0], np.zeros(40, np.float32)])

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 
 import gpus
@@ -83,8 +86,6 @@ def test_gpus_are_told_apart_by_uuid():
     """
     if gpus.are_real() and gpus.start().cuda.runtime.getDeviceCount() < 2:
         pytest.skip("there is one GPU")
-    import textwrap
-
     text = textwrap.dedent(body) + SETUP + textwrap.dedent(check) + EVERY_WAY
     ranks = run_job(2, text, **gpus.variables())
     assert all(rank.reports[1] == "CUDA IPC" for rank in ranks)
@@ -120,8 +121,6 @@ def test_calls_that_differ_raise_on_every_rank(what):
         """
     else:
         body = f"report(fails(lambda: {call}))"
-    import textwrap
-
     for rank in run_job(2, SETUP + textwrap.dedent(body), **gpus.variables()):
         kind, message = rank.reports[0]
         assert kind == "MismatchError"
@@ -140,8 +139,6 @@ def test_a_rank_that_does_not_come_is_named():
     else:
         time.sleep(4)
     """
-    import textwrap
-
     ranks = finish_job(start_job(3, SETUP + textwrap.dedent(body), **gpus.variables()))
     for rank in ranks[:2]:
         (kind, message), seconds, again = rank.reports
@@ -166,8 +163,6 @@ def test_a_killed_rank_is_named_at_once(call):
     report(fails(lambda: {call}))
     report(time.monotonic() - start)
     """
-    import textwrap
-
     ranks = finish_job(start_job(3, SETUP + textwrap.dedent(body), **gpus.variables()))
     assert ranks[1].status == -signal.SIGKILL
     for rank in (ranks[0], ranks[2]):
@@ -188,8 +183,6 @@ def test_a_rank_that_aborts_or_closes_is_named():
     else:
         report(fails(lambda: comm.allreduce(x)))
     """
-    import textwrap
-
     for end, words in (("abort", "rank 1 aborted"), ("close", "rank 1 has closed")):
         text = SETUP + textwrap.dedent(body).replace("{end}", end)
         ranks = finish_job(start_job(2, text, **gpus.variables()))
@@ -209,8 +202,6 @@ def test_a_failed_call_that_nobody_asked_about_is_raised_by_close():
     else:
         time.sleep(3)
     """
-    import textwrap
-
     ranks = finish_job(start_job(2, SETUP + textwrap.dedent(body), **gpus.variables()))
     (kind, message), again = ranks[0].reports
     assert kind == "Timeout"
@@ -239,8 +230,6 @@ def test_memory_is_kept_until_all_ranks_have_left():
         comm.close()
         report(used() < held)
     """
-    import textwrap
-
     ranks = run_job(2, SETUP + textwrap.dedent(body), **gpus.variables())
     assert ranks[0].reports == [True, True]
     assert ranks[1].reports == [True]
@@ -270,8 +259,6 @@ def test_a_process_that_dies_leaves_the_gpus_usable():
     report("ready")
     time.sleep(60)
     """
-    import textwrap
-
     processes = start_job(2, SETUP + textwrap.dedent(body), **gpus.variables())
     time_limit = time.monotonic() + 30
     for process in processes:
@@ -302,3 +289,110 @@ def test_a_forked_child_is_told(cuda_ranks):
     os.close(writing)
     with os.fdopen(reading) as pipe:
         assert pipe.read().startswith("Closed: this communicator belongs to the process that")
+
+
+def run_alone(body: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    """One process that uses GPUs."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env={**os.environ, **gpus.variables(**settings)},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        timeout=60,
+    )
+
+
+LOCAL = """
+import gc
+import cupy, numpy as np
+import gpuallreduce as gar
+count = min(4, cupy.cuda.runtime.getDeviceCount())
+names = [f"cuda:{rank % count}" for rank in range(4)]
+def put(name, array):
+    with cupy.cuda.Device(int(name[5:])):
+        copy = cupy.empty(array.shape, array.dtype)
+        copy.set(array)
+        cupy.cuda.get_current_stream().synchronize()
+        return copy
+"""
+
+
+def test_memory_that_is_dropped_meanwhile_never_holds_up_a_launch():
+    """CUDA may wait for a whole device where memory is given or taken; no call may depend on it
+    while it is launched on some of its ranks only.
+    """
+    body = """
+    comm = gar.Communicator(names, timeout=10)
+    for turn in range(20):
+        xs = [put(name, np.full(2000 + turn, 1.0, np.float32)) for name in names]
+        ys = comm.empty(2000 + turn)  # dropped in the next turn
+        loop = [xs]
+        loop.append(loop)  # garbage that only the collector finds
+        comm.allreduce(xs, ys)
+        del loop
+    comm.synchronize()
+    assert all((y.get() == 4).all() for y in ys)
+    comm.close()
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body), strict_sync=1)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_interpreter_ends_with_calls_under_way():
+    body = """
+    comm = gar.Communicator(names, timeout=10)
+    xs = [put(name, np.ones(100000, np.float32)) for name in names]
+    for _ in range(50):
+        comm.allreduce(xs)
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_launches_that_block_are_refused_for_several_ranks():
+    body = """
+    import os
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    gar.Communicator(names[:1]).close()
+    try:
+        gar.Communicator(names)
+    except gar.NotSupported as error:
+        print(error)
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("CUDA_LAUNCH_BLOCKING=1 makes every launch wait")
+
+
+def test_a_broken_gpu_is_an_error_of_the_device():
+    """An illegal access of somebody's kernel breaks CUDA for the process; calls say so."""
+    if gpus.are_real():
+        pytest.skip("it would break the GPU for this machine's other processes too")
+    body = """
+    from gpuallreduce.devices.cuda_strided import plan_move
+    from gpuallreduce.devices.cuda import load, argument
+    comm = gar.Communicator(names, timeout=5)
+    xs = [put(name, np.ones(64, np.float32)) for name in names]
+    comm.allreduce(xs)
+    comm.synchronize()
+    kernel, args, nblocks = plan_move(xs[0][::2], xs[0][::2])
+    gone = put(names[0], np.ones(1 << 20, np.float32))
+    args.target = gone.data.ptr
+    del gone
+    cupy.get_default_memory_pool().free_all_blocks()
+    with cupy.cuda.Device(0):
+        load(kernel, 0)((1,), (32,), (argument(args),))
+    try:
+        for _ in range(3):
+            comm.allreduce(xs)
+            comm.synchronize()
+    except gar.Error as error:
+        print(type(error).__name__, error)
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    assert "DeviceError" in done.stdout, done.stdout
+    assert "illegal memory access" in done.stdout

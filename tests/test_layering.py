@@ -15,8 +15,8 @@ ROOT = Path(gpuallreduce.__file__).parent
 # name with a dot stands for one module of a package, one without for a module or a whole package.
 LEVELS = [
     ["errors", "version"],
-    ["types", "args", "jit", "topology"],
-    ["reference", "inputs"],
+    ["types", "args", "jit", "topology", "links"],
+    ["jit_cuda", "reference", "inputs"],
     ["accuracy", "checks"],
     ["plan"],
     ["algorithms.base"],
@@ -26,6 +26,10 @@ LEVELS = [
     ["memory"],
     ["bootstrap"],
     ["transport", "devices", "symmetric", "fused", "locals"],
+    ["transport_cuda", "reach_cuda"],
+    ["fabric"],
+    ["placement"],
+    ["placement_cuda"],
     ["diagnosis"],
     ["orchestrator"],
     ["calls"],
@@ -41,11 +45,12 @@ LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 
 # Packages that cost much or may be missing, and the only places that may import them.
 GUARDED = {
-    "cupy": [],
-    "cuda": ["jit"],
+    "cupy": ["devices", "fabric.nccl_library", "bench"],
+    "cuda": ["jit_cuda", "devices"],
+    "pynvml": ["devices.nvml"],
     "mpi4py": ["bench"],
     "matplotlib": ["bench"],
-    "numba": ["reference"],
+    "numba": ["reference", "bench.numba_copy"],
     "rich": ["bench", "validation", "cli"],
     "sklearn": ["bench"],
 }

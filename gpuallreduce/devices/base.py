@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from gpuallreduce.args import GarArgs, GarDeviceArgs
 from gpuallreduce.arrays import Arrays
 from gpuallreduce.jit import Kernel
+from gpuallreduce.plan import Plan
 
 __all__ = ["Device", "LaunchArgs"]
 
@@ -83,16 +84,23 @@ class Device(Protocol):
 
     def prepare(
         self,
-        kernel: Kernel,
+        plan: Plan,
         args: Sequence[Any],
         *,
         dtype: Any,
-        op: str,
-        nbytes: int,
         in_place: bool,
         symmetric: tuple[int, int] = (0, 0),
     ) -> None:
-        """Lets ``call`` run this launch, where the device has such a short way."""
+        """Makes ``call`` run this plan for every array with this dtype object and its size.
+
+        Args:
+            plan: of an all-reduce.
+            args: its arguments on each local rank.
+            dtype: the object by which arrays name their element type.
+            in_place: whether results replace inputs.
+            symmetric: addresses of input and output where peers use them too, else 0: then they are
+                part of what must be equal.
+        """
 
     def forget(self) -> None:
         """Drops all prepared calls."""
@@ -134,8 +142,13 @@ class Device(Protocol):
             DeviceError: the device failed.
         """
 
-    def drain(self, meanwhile: Callable[[], None]) -> None:
-        """As ``synchronize``, and gives up what launching needed. Raises nothing."""
+    def drain(self, meanwhile: Callable[[], None], abandon: Callable[[], None]) -> None:
+        """As ``synchronize``, and gives up what launching needed. Raises nothing.
+
+        Args:
+            meanwhile: called now and then.
+            abandon: called if a device has failed.
+        """
 
     def read_word(self, address: int) -> int:
         """A word of a segment; no call may be running."""

@@ -5,7 +5,6 @@ Knows nothing of algorithms, plans or other ranks: it loads kernels and launches
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -22,13 +21,15 @@ from gpuallreduce.args import LOST, GarDeviceArgs, GarReport
 from gpuallreduce.arrays import Array
 from gpuallreduce.devices.cuda_arrays import CudaArrays
 from gpuallreduce.devices.cuda_memory import collect
+from gpuallreduce.devices.cuda_quick import QuickCalls, QuickLaunch
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of
 from gpuallreduce.devices.cuda_streams import Lane
 from gpuallreduce.devices.cuda_strided import MAX_BLOCK, plan_move
-from gpuallreduce.errors import DeviceError, InvalidArgument
+from gpuallreduce.errors import DeviceError, InvalidArgument, NotSupported
 from gpuallreduce.jit import Kernel
 from gpuallreduce.jit_cuda import device_code, target_of
 from gpuallreduce.memory import REPORT_BYTES
+from gpuallreduce.plan import Plan
 
 __all__ = ["CudaDevice", "argument", "load"]
 
@@ -89,11 +90,18 @@ class CudaDevice:
             peers: GPUs of this process address each other's memory.
         """
         self._cupy = cupy_module()
+        if len(ordinals) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+            raise NotSupported(
+                "CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its kernel, but kernels of "
+                "several ranks in one process wait for each other: unset it, or start a process "
+                "per rank (gpuallreduce.init)"
+            )
         self.ordinals = list(ordinals)
         self.lanes = [
             Lane(ordinal, shared=self.ordinals.count(ordinal) > 1) for ordinal in ordinals
         ]
         self.arrays = CudaArrays(self.ordinals, self._stream_of, self._move, peers=peers)
+        self._quick = QuickCalls(self._cupy.ndarray, self.ordinals, self.arrays.is_addressable)
         self._process = os.getpid()
         self._stop_fd: int | None = None
         self._fence = threading.Lock()
@@ -106,8 +114,17 @@ class CudaDevice:
         """CUDA does not live on in a forked child."""
         return os.getpid() != self._process
 
-    def call(self, arrays: Any, out: Any, op: str) -> None:
-        """There is no short way."""
+    def call(self, arrays: Any, out: Any, op: str) -> Any:
+        """See Device. The caller holds the communicator's lock."""
+        launch = self._quick.find(arrays, out, op)
+        if launch is None:
+            return None
+        self.begin(None)
+        try:
+            self._launch(launch.functions, launch.arguments, launch.nblocks, launch.nthreads)
+        finally:
+            self.end()
+        return arrays if out is None else out
 
     # ---- launching ----------------------------------------------------------------------------
 
@@ -143,17 +160,25 @@ class CudaDevice:
     ) -> bool:
         """See Device. Always True: what a kernel finds out is read later."""
         functions = [load(kernel, lane.ordinal) for lane in self.lanes]
-        arguments = [argument(each) for each in args]
+        self._launch(functions, [argument(each) for each in args], nblocks, nthreads)
+        return True
+
+    def _launch(
+        self,
+        functions: Sequence[Any],
+        arguments: Sequence[np.ndarray[Any, Any]],
+        nblocks: int,
+        nthreads: int,
+    ) -> None:
         collecting = gc.isenabled()
         gc.disable()  # see NOTE one thread launches all local ranks
         try:
-            with cuda_errors(f"launching {kernel.symbol}"):
+            with cuda_errors("launching a call"):
                 for lane, function, each in zip(self.lanes, functions, arguments, strict=True):
                     lane.launch(function, nblocks, nthreads, each)
         finally:
             if collecting:
                 gc.enable()
-        return True
 
     def _move(self, target: Array, source: Array, local: int) -> None:
         lane = self.lanes[local]
@@ -161,17 +186,42 @@ class CudaDevice:
         with cuda_errors("copying a strided array"):
             lane.launch(load(kernel, lane.ordinal), nblocks, MAX_BLOCK, argument(struct))
 
-    def prepare(self, kernel: Kernel, args: Sequence[Any], **_: Any) -> None:
-        """There is no short way."""
+    def prepare(
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        *,
+        dtype: Any,
+        in_place: bool,
+        symmetric: tuple[int, int] = (0, 0),
+    ) -> None:
+        """See Device."""
+        config, request = plan.config, plan.request
+        if config.access == "engine" or any(symmetric):
+            return
+        structs = [GarDeviceArgs.from_buffer_copy(each) for each in args]
+        launch = QuickLaunch(
+            functions=[load(plan.kernel, lane.ordinal) for lane in self.lanes],
+            structs=structs,
+            arguments=[argument(each) for each in structs],
+            nblocks=config.nchannels,
+            nthreads=config.nthreads,
+            direct=config.access == "direct",
+        )
+        direct = request.direct and len(self.lanes) > 1
+        self._quick.keep(dtype, request.op.name, request.nbytes, in_place, direct, launch)
 
     def forget(self) -> None:
-        """There is no short way."""
+        """See Device."""
+        self._quick.forget()
 
     def add_symmetric(self, begin: int, nbytes: int) -> None:
-        """There is no short way."""
+        """See Device."""
+        self._quick.add_symmetric(begin, nbytes)
 
     def remove_symmetric(self, begin: int) -> None:
-        """There is no short way."""
+        """See Device."""
+        self._quick.remove_symmetric(begin)
 
     # ---- waiting ------------------------------------------------------------------------------
 
@@ -194,11 +244,14 @@ class CudaDevice:
             with cuda_errors(f"work on cuda:{lane.ordinal}"):
                 _wait_until(lane.done, meanwhile)
 
-    def drain(self, meanwhile: Callable[[], None]) -> None:
+    def drain(self, meanwhile: Callable[[], None], abandon: Callable[[], None]) -> None:
         """See Device."""
         for lane in self.lanes:
-            with contextlib.suppress(DeviceError), cuda_errors("work"):
-                _wait_until(lane.done, meanwhile)
+            try:
+                with cuda_errors("work"):
+                    _wait_until(lane.done, meanwhile)
+            except DeviceError:
+                abandon()  # the others wait for this GPU in vain
         collect()
 
     def close(self) -> None:

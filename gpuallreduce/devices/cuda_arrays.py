@@ -17,7 +17,7 @@ from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module
 from gpuallreduce.devices.cuda_streams import external_stream
 from gpuallreduce.errors import InvalidArgument
 
-__all__ = ["CudaArrays"]
+__all__ = ["CudaArrays", "gpu_with"]
 
 DLPACK_CUDA, DLPACK_CUDA_MANAGED = 2, 13
 MEMORY_MANAGED = 3  # cudaMemoryTypeManaged
@@ -170,8 +170,11 @@ class CudaArrays(Arrays):
 
     def overlap(self, a: Array, b: Array) -> bool:
         """See Arrays."""
-        if a.size == 0 or b.size == 0:
+        if a.size == 0 or b.size == 0 or a.data.device_id != b.data.device_id:
             return False
+        if a.flags.c_contiguous and b.flags.c_contiguous:
+            low, high = a.data.ptr, b.data.ptr
+            return bool(low < high + b.nbytes and high < low + a.nbytes)
         return self._host.overlap(_shadow(a), _shadow(b))
 
     def is_writeable(self, array: Array) -> bool:
@@ -188,8 +191,10 @@ class CudaArrays(Arrays):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], local: int) -> Array:
         """See Arrays."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._cupy.cuda.Device(self._ordinals[local]), self._stream_of(local):
-            return self._cupy.empty(shape, dtype)
+            # Not cupy.empty, which knows no float8.
+            return self._cupy.ndarray(shape, dtype, self._cupy.cuda.alloc(nbytes))
 
     def packed(self, array: Array, local: int) -> Array:
         """See Arrays."""
@@ -220,14 +225,38 @@ class CudaArrays(Arrays):
             self._cupy.cuda.runtime.memcpyAsync(target, source, nbytes, COPY_DEFAULT, stream)
 
 
+def gpu_with(array: Any) -> str:
+    """The name of the GPU that an array lies on, or ``host``.
+
+    Raises:
+        NotSupported: CuPy or a GPU is missing.
+    """
+    cupy = cupy_module()
+    if hasattr(array, "__dlpack_device__"):
+        kind, number = array.__dlpack_device__()
+        return f"cuda:{int(number)}" if int(kind) in (DLPACK_CUDA, DLPACK_CUDA_MANAGED) else "host"
+    address = array.__cuda_array_interface__["data"][0]
+    if not address:  # an empty array is everywhere
+        return f"cuda:{cupy.cuda.runtime.getDevice()}"
+    with cuda_errors("looking up an array"):
+        return f"cuda:{cupy.cuda.runtime.pointerGetAttributes(address).device}"
+
+
 def _plainly_allocated(address: int) -> bool:
-    """Whether memory came from cudaMalloc."""
+    """Whether memory came from cudaMalloc: it is what old-style IPC can export, so the driver
+    knows.
+    """
+    error, capable = _driver().cuPointerGetAttribute(_ipc_capable(), address)
+    return bool(int(error) == 0 and capable)
+
+
+@functools.cache
+def _driver() -> Any:
     from cuda.bindings import driver  # type: ignore[import-untyped]
 
-    managed = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
-    pool = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-    for attribute in (managed, pool):
-        error, value = driver.cuPointerGetAttribute(attribute, address)
-        if int(error) != 0 or int(value or 0):
-            return False
-    return True
+    return driver
+
+
+@functools.cache
+def _ipc_capable() -> Any:
+    return _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE

@@ -9,35 +9,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module
+from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
 from gpuallreduce.errors import DeviceError, NotSupported
 from gpuallreduce.memory import SharedPages
 
-__all__ = ["DeviceBlock", "HostMapped", "ImportedBlock", "collect", "on_device"]
+__all__ = ["DeviceBlock", "HostMapped", "ImportedBlock", "collect"]
 
-ALLOCATION_BYTES = 512  # what cudaMalloc aligns to
+# cudaMalloc cuts small allocations out of blocks of this size, and a handle opens its whole block.
+BLOCK_BYTES = 2 << 20
 REGISTER_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 OPEN_WITH_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-
-
-@contextlib.contextmanager
-def on_device(ordinal: int) -> Iterator[None]:
-    """Makes a GPU current for a while."""
-    runtime = cupy_module().cuda.runtime
-    before = runtime.getDevice()
-    if before == ordinal:
-        yield
-        return
-    runtime.setDevice(ordinal)
-    try:
-        yield
-    finally:
-        runtime.setDevice(before)
 
 
 class _Owner:
@@ -77,7 +62,7 @@ class DeviceBlock(_Block):
         """
         collect()
         runtime = cupy_module().cuda.runtime
-        size = max(ALLOCATION_BYTES, nbytes)
+        size = max(1, -(-nbytes // BLOCK_BYTES)) * BLOCK_BYTES
         with on_device(ordinal), cuda_errors(f"allocating {size} bytes on cuda:{ordinal}"):
             address = runtime.malloc(size)
             stream = cupy_module().cuda.Stream(non_blocking=True)

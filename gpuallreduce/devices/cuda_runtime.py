@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from gpuallreduce.errors import DeviceError, InvalidArgument, NotSupported
 
-__all__ = ["Gpu", "cuda_errors", "cupy_module", "device_count", "find_gpu", "gpu_of"]
+__all__ = ["Gpu", "cuda_errors", "cupy_module", "device_count", "find_gpu", "gpu_of", "on_device"]
 
 INSTALL = "pip install 'gpuallreduce[cuda13]' for drivers of CUDA 13, '[cuda12]' for CUDA 12"
 
@@ -140,16 +138,42 @@ def find_gpu(name: str, *, default: int | None = None) -> Gpu:
     return gpu_of(current % device_count())
 
 
-@contextmanager
-def cuda_errors(what: str) -> Iterator[None]:
-    """Turns CUDA's errors into DeviceError that says what was tried."""
-    cupy = cupy_module()
-    kinds = (
-        cupy.cuda.runtime.CUDARuntimeError,
-        cupy.cuda.driver.CUDADriverError,
-        cupy.cuda.memory.OutOfMemoryError,
+class on_device:
+    """Makes a GPU current for a while; in a ``with``. A class because every call enters it."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._runtime = cupy_module().cuda.runtime
+        self._ordinal = ordinal
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.getDevice()
+        if self._before != self._ordinal:
+            self._runtime.setDevice(self._ordinal)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._ordinal:
+            self._runtime.setDevice(self._before)
+
+
+class cuda_errors:
+    """Turns CUDA's errors into DeviceError that says what was tried; in a ``with``."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Costs nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
+        if kind is not None and issubclass(kind, _kinds_of_errors()):
+            raise DeviceError(f"{self._what} failed: {error}") from error
+
+
+@functools.cache
+def _kinds_of_errors() -> tuple[type[BaseException], ...]:
+    cuda = cupy_module().cuda
+    return (
+        cuda.runtime.CUDARuntimeError,
+        cuda.driver.CUDADriverError,
+        cuda.memory.OutOfMemoryError,
     )
-    try:
-        yield
-    except kinds as error:
-        raise DeviceError(f"{what} failed: {error}") from error

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from gpuallreduce.devices.cuda_runtime import cupy_module
+from gpuallreduce.devices.cuda_runtime import cupy_module, on_device
 from gpuallreduce.errors import InvalidArgument
 
 __all__ = ["Lane", "external_stream"]
 
 PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
+SUCCESS, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class _Pointer:
@@ -108,17 +109,24 @@ class Lane:
 
     def launch(self, function: Any, nblocks: int, nthreads: int, argument: Any) -> None:
         """Launches a kernel on the call's stream."""
-        with self._device:
+        with on_device(self.ordinal):
             function((nblocks, 1, 1), (nthreads, 1, 1), (argument,), stream=self.stream)
             if self._may_vanish and not _capturing(self.stream):
                 self._event = self._recorded(self.stream)
 
     def done(self) -> bool:
-        """Whether everything on the stream of the last call has ended."""
-        with self._device:
+        """Whether everything on the stream of the last call has ended. Raises CUDA's errors."""
+        runtime = self._cupy.cuda.runtime
+        with on_device(self.ordinal):
             if self._event is not None:
-                return bool(self._event.done)
-            return bool(_capturing(self.stream) or self.stream.done)
+                status = runtime.eventQuery(self._event.ptr)
+            elif _capturing(self.stream):
+                return True
+            else:
+                status = runtime.streamQuery(self.stream.ptr)
+        if status not in (SUCCESS, NOT_READY):  # which CuPy's own ``done`` takes for not done
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == SUCCESS)
 
     def _recorded(self, stream: Any) -> Any:
         """An event behind what a stream holds."""

@@ -20,6 +20,7 @@ from gpuallreduce.args import GarArgs, GarLaunch
 from gpuallreduce.arrays import HostArrays
 from gpuallreduce.errors import DeviceError, InvalidArgument
 from gpuallreduce.jit import Kernel, compile_host, compile_host_runtime
+from gpuallreduce.plan import Plan
 
 __all__ = ["HostDevice"]
 
@@ -153,29 +154,30 @@ class HostDevice:
 
     def prepare(
         self,
-        kernel: Kernel,
+        plan: Plan,
         args: Sequence[GarArgs],
         *,
         dtype: Any,
-        op: str,
-        nbytes: int,
         in_place: bool,
         symmetric: tuple[int, int] = (0, 0),
     ) -> None:
-        """Makes `call` run this launch for every array with this dtype object, operator and size.
-
-        Args:
-            symmetric: addresses of input and output where peers use them too, else 0: then they are
-                part of what must be equal.
-        """
+        """See devices.base.Device."""
         if self._prepared >= PREPARED_LIMIT:
             self.forget()
         self._prepared += 1
         launches = (GarLaunch * len(args))()
         for launch, each in zip(launches, args, strict=True):
-            launch.kernel, launch.args, launch.nblocks = load(kernel), ctypes.pointer(each), 1
+            launch.kernel, launch.args = load(plan.kernel), ctypes.pointer(each)
+            launch.nblocks = plan.config.nchannels
+        request = plan.request
         self._library.gar_host_prepare(
-            self._state, dtype, op, nbytes, int(in_place), *symmetric, launches
+            self._state,
+            dtype,
+            request.op.name,
+            request.nbytes,
+            int(in_place),
+            *symmetric,
+            launches,
         )
 
     def forget(self) -> None:
@@ -217,7 +219,7 @@ class HostDevice:
         """True if this very thread is inside a launch: a signal handler is running."""
         return bool(self._library.gar_host_mine(self._state))
 
-    def drain(self, meanwhile: Callable[[], None]) -> None:
+    def drain(self, meanwhile: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Waits until no launch runs, and ends the launcher's threads."""
         self._library.gar_host_drain(self._state)
 
