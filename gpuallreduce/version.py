@@ -3,4 +3,4 @@
 Knows nothing else.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
