@@ -9,18 +9,23 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TextIO
 
 import gpuallreduce
+from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
+from gpuallreduce.devices.cuda_runtime import cupy_module, device_count
 from gpuallreduce.errors import CompileError, Error, InvalidArgument, NotSupported
+from gpuallreduce.plan import Plan
 from gpuallreduce.topology import available_cores
 
-from . import document, peers, plot, report
+from . import document, gpu_facts, peers, plot, report
 from .arguments import add_arguments, options_of
 from .membw import MemoryLimits, measure_memory
 from .options import Options
-from .preamble import devices_of, notes, preamble, processor
+from .places import processor
+from .preamble import devices_of, note_of, notes, preamble, where_text
 from .progress import Reporter
 from .ranks import Ranks
 from .start import in_processes, must_start, start
@@ -49,6 +54,7 @@ def command(args: argparse.Namespace) -> int:
         _check_outputs(options)
         defined_pairs(options)
         if must_start(options, os.environ):
+            _check_devices(options)
             return start(options)
         return run(options)
     except Error as error:
@@ -72,13 +78,17 @@ def run(
     """
     with (connect or _connect)(options) as comm:
         ranks = Ranks(comm)
-        others = [peers.connect(name, ranks.nranks) for name in options.peers]
+        others = [peers.connect(name, ranks) for name in options.peers]
         try:
-            return _measure(options, ranks, others, out or sys.stdout)
+            status = _measure(options, ranks, others, out or sys.stdout)
+            for peer in others:
+                peer.close()
+            return status
         except BaseException as error:
-            if others and not ranks.together:
+            if options.needs_mpi and not ranks.together:  # MPI ends this process before it can tell
                 print(f"gpuallreduce bench: rank {comm.rank}: {error}", file=sys.stderr, flush=True)
-                others[0].abort()
+            for peer in others:
+                peer.abort()
             raise
 
 
@@ -93,9 +103,10 @@ def _measure(options: Options, ranks: Ranks, others: Sequence[peers.Peer], out: 
     limits = measure_memory(ranks) if options.wants_memory_limits else None
     sweep = Sweep(options, ranks, others)
     versions = {peer.name: peer.version for peer in others}
-    say(*notes(options, ranks, peers=versions, limits=limits, skipped=sweep.skipped))
+    plan = sweep.plan()
+    say(*notes(options, ranks, peers=versions, limits=limits, skipped=sweep.skipped, plan=plan))
     extra = report.columns(
-        latency=options.latency,
+        latency=options.shows_latency,
         peers=list(versions),
         memory_limit_gbps=limits.add_gbps if limits is not None and options.symmetric else None,
     )
@@ -110,7 +121,9 @@ def _measure(options: Options, ranks: Ranks, others: Sequence[peers.Peer], out: 
     if not ranks.leads:
         return 0  # rank 0 answers for all: a launcher ends the others when one of them fails
     if options.json_path is not None:
-        run_facts = document.Facts(os.environ, start_time, _extra(options, ranks, versions), limits)
+        facts = _extra(options, ranks, versions, plan)
+        nccl = versions.get("nccl", "").removeprefix("NCCL ") or None
+        run_facts = document.Facts(os.environ, start_time, facts, limits, nccl)
         result = document.document(options, rows, devices, run_facts)
         say(f"# JSON output written to {document.write(options.json_path, result)}")
     if options.plot_path is not None:
@@ -125,32 +138,64 @@ def _draw(
     ranks: Ranks,
     limits: MemoryLimits | None,
 ) -> None:
-    where = "threads of one process" if ranks.together else "one process each"
     arrays = "arrays from comm.empty" if options.symmetric else "ordinary arrays"
-    subtitle = f"{ranks.nranks} ranks, {where}  ·  {arrays}  ·  {processor()}"
-    plot.draw(str(options.plot_path), rows, subtitle=subtitle, limits=limits)
+    model = processor() if ranks.place.kind == "host" else ranks.place.describe()[0]["info"]
+    subtitle = f"{where_text(ranks)}  ·  {arrays}  ·  {model}"
+    note = note_of(ranks)
+    plot.draw(str(options.plot_path), rows, subtitle=subtitle, limits=limits, note=note)
 
 
-def _extra(options: Options, ranks: Ranks, versions: dict[str, str]) -> dict[str, object]:
-    return {
+def _extra(
+    options: Options, ranks: Ranks, versions: dict[str, str], plan: Plan
+) -> dict[str, object]:
+    extra: dict[str, object] = {
         "version": gpuallreduce.__version__,
-        "device_kind": "host",
-        "note": report.HOST_NOTE,
+        "device_kind": ranks.place.kind,
+        "note": note_of(ranks),
         "nranks": ranks.nranks,
         "processes": 1 if ranks.together else ranks.nranks,
         "symmetric": options.symmetric,
         "rounds": options.rounds,
         "round_ms": options.round_ms,
         "peers": versions,
+        "transport": plan.transport,
+        "order": plan.order,
     }
+    if ranks.place.kind == "cuda":
+        extra["cuda"] = {**gpu_facts.facts(), "topology": asdict(ranks.comm.topology)}
+    return extra
 
 
 def _connect(options: Options) -> Communicator:
     timeout = DEFAULT_TIMEOUT_S if options.timeout_s is None else options.timeout_s
+    _check_devices(options)
     if in_processes(options, os.environ):
-        return gpuallreduce.init(timeout=timeout)
-    nranks = options.ranks or max(2, available_cores())
-    return Communicator(["host"] * nranks, timeout=timeout)
+        rank = identify(os.environ).rank
+        device = options.devices[rank] if options.devices else options.device
+        return gpuallreduce.init(device=device, timeout=timeout)
+    return Communicator(_devices(options), timeout=timeout)
+
+
+def _devices(options: Options) -> list[str]:
+    """A device for each rank of this process."""
+    if options.devices:
+        return list(options.devices)
+    if options.kind == "host":
+        return ["host"] * (options.ranks or max(2, available_cores()))
+    count = device_count()
+    if options.ranks is not None and options.ranks > count:
+        raise InvalidArgument(
+            f"-g {options.ranks}, and this process sees {count} GPUs: several ranks can share one, "
+            "--devices cuda:0,cuda:0"
+        )
+    return [f"cuda:{rank % count}" for rank in range(options.ranks or max(2, count))]
+
+
+def _check_devices(options: Options) -> None:
+    """One error for all ranks, before any of them starts."""
+    if options.kind == "cuda":
+        cupy_module()
+    peers.check(options.peers)
 
 
 def _check_outputs(options: Options) -> None:

@@ -15,7 +15,16 @@ from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.plan import ORDERS
 from gpuallreduce.types import OPS
 
-from .options import PEERS, Options, parse_bytes, parse_dtypes, parse_ops, parse_peers
+from .options import (
+    DEVICE_KINDS,
+    PEERS,
+    Options,
+    parse_bytes,
+    parse_devices,
+    parse_dtypes,
+    parse_ops,
+    parse_peers,
+)
 
 __all__ = ["add_arguments", "options_of", "to_argv"]
 
@@ -117,7 +126,22 @@ _FLAGS = (
         "ranks",
         whole_number(1),
         "N",
-        "ranks of this one process (default: one per core, at least 2)",
+        "ranks of this one process: threads on cores, or GPUs (default: all, at least 2 ranks)",
+    ),
+    _Flag(
+        ("--device",),
+        "device",
+        None,
+        "KIND",
+        "what ranks run on: %(choices)s (default: host)",
+        DEVICE_KINDS,
+    ),
+    _Flag(
+        ("--devices",),
+        "devices",
+        parse_devices,
+        "LIST",
+        "a device for each rank, such as cuda:0,cuda:0: several ranks may share a GPU",
     ),
     _Flag(
         ("-T", "--timeout"),
@@ -132,14 +156,14 @@ _FLAGS = (
         "graph_launches",
         whole_number(0),
         "N",
-        "refused: no graphs here",
+        "CUDA: capture -n calls as a graph and launch it a multiple of N times a round",
     ),
     _Flag(
         ("--processes",),
         "processes",
         whole_number(1),
         "N",
-        "one process per rank with shared memory: how programs run in earnest",
+        "one process per rank, each with a core or GPU: how programs run in earnest",
     ),
     _Flag(("--algorithm",), "algorithm", None, "NAME", "force: %(choices)s", tuple(ALGORITHMS)),
     _Flag(("--order",), "order", None, "ORDER", "order of the sum: %(choices)s", ORDERS),
@@ -206,7 +230,9 @@ def to_argv(options: Options) -> list[str]:
         value = getattr(options, flag.field)
         if value == getattr(defaults, flag.field):
             continue
-        if isinstance(value, tuple):
+        if flag.field == "devices":
+            value = ",".join(value)
+        elif isinstance(value, tuple):
             value = value[0] if len(value) == 1 else "all"
         argv += [flag.names[-1], str(value)]
     argv += [name for name, field, _ in _SWITCHES if getattr(options, field)]

@@ -26,7 +26,11 @@ __all__ = ["Facts", "check_folder", "document", "now", "shown_environment", "wri
 FORMAT_VERSION = 1
 # Only what can change the figures: an environment also holds secrets.
 _SHOWN = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
     "CXX",
+    "GPUALLREDUCE_EMULATED",
     "GPUALLREDUCE_NRANKS",
     "OMP_",
     "OMPI_COMM_WORLD_SIZE",
@@ -35,6 +39,7 @@ _SHOWN = (
     "OMPI_MCA_pml",
     "MPICH_",
     "MPIR_",
+    "NCCL_",
 )
 
 
@@ -47,12 +52,14 @@ class Facts:
         start_time: as ``now`` wrote it.
         extra: plain data for the key ``gpuallreduce``.
         limits: what memory can do, if measured.
+        nccl_version: such as 2.30.3, if NCCL took part.
     """
 
     environ: Mapping[str, str]
     start_time: str
     extra: Mapping[str, Any]
     limits: MemoryLimits | None
+    nccl_version: str | None = None
 
 
 def now() -> str:
@@ -80,7 +87,7 @@ def document(
         "start_time": facts.start_time,
         "args": to_argv(options),
         "env": shown_environment(facts.environ),
-        "nccl_version": None,
+        "nccl_version": facts.nccl_version,
         # nccl-tests puts the devices inside config; they are here under both.
         "config": {
             **_config(options, ranks_per_process=len(devices) // processes),
@@ -114,7 +121,7 @@ def _config(options: Options, *, ranks_per_process: int) -> dict[str, Any]:
         "iterations": options.iterations,
         "aggregated_iterations": 1,
         "validation": options.checks,
-        "graph": 0,
+        "graph": options.graph_launches,
         "blocking_collectives": _bool(False),
         "parallel_init": _bool(False),
     }
@@ -127,7 +134,7 @@ def _device(device: Device) -> dict[str, Any]:
         "pid": device.pid,
         "hostname": device.hostname,
         "device": device.number,
-        "device_hex": "0000:00:00",
+        "device_hex": device.bus,
         "device_info": device.info,
     }
 

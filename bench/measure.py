@@ -10,7 +10,8 @@ One by one (latency): every process writes its input, meets the others and times
 it contains how far apart the ranks leave the barrier, and the data are in their writer's cache, as
 they are after real work.
 
-Either way the slowest rank's time counts, and the median over all rounds.
+Either way the slowest rank's time counts, and the median over all rounds. This is how host devices
+are timed; CUDA devices have a clock of their own.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ import numpy as np
 
 from .ranks import Ranks
 
-__all__ = ["Settings", "Timing", "busbw_factor", "calls_per_round", "measure", "summary"]
+__all__ = [
+    "Clock",
+    "HostClock",
+    "Settings",
+    "Timed",
+    "Timing",
+    "busbw_factor",
+    "calls_per_round",
+    "measure",
+    "summary",
+]
 
-Array = np.ndarray[Any, Any]
 LATENCY_CALLS = (5, 200)  # least and most in a round
 
 
@@ -40,7 +50,7 @@ class Settings:
 
     Attributes:
         warmup: untimed calls at first.
-        iterations: least calls in a round.
+        iterations: a round has a multiple of this many calls.
         rounds: timed rounds.
         round_s: a round lasts at least about this many seconds.
         latency: whether to measure it.
@@ -61,7 +71,8 @@ class Timing:
         time_us: of one call, back to back: median over rounds of the slowest rank's time.
         rounds_us: that time in every round.
         iterations: calls of a round.
-        latency_us: of one call after a barrier: median over all calls of the slowest rank's time.
+        latency_us: of one call that the host waits for: median over all calls of the slowest rank's
+            time.
         latency_min_us, latency_p99_us: the fastest call, and what 99 of 100 calls do not exceed.
     """
 
@@ -82,6 +93,16 @@ class Timed(Protocol):
 
     def write(self) -> None:
         """Writes this process's inputs anew."""
+
+
+class Clock(Protocol):
+    """How calls of one kind of device are timed; see the module for the two ways."""
+
+    def back_to_back(self, case: Timed, iterations: int) -> float:
+        """Seconds of one of many calls in a row, on the slowest rank. A collective."""
+
+    def one_by_one(self, case: Timed, calls: int) -> list[float]:
+        """Seconds of each of some calls, on the slowest rank. A collective."""
 
 
 def busbw_factor(collective: str, nranks: int) -> float:
@@ -127,7 +148,7 @@ def summary(rounds_s: Sequence[float], iterations: int, latencies_s: Sequence[fl
 
 def measure(
     cases: Sequence[Timed],
-    ranks: Ranks,
+    clock: Clock,
     settings: Settings,
     *,
     round_done: Callable[[], None] = lambda: None,
@@ -137,14 +158,14 @@ def measure(
     A collective: all processes call it with the same cases.
     """
     with _no_garbage_collection():
-        paces = [_pace(case, ranks, settings) for case in cases]
+        paces = [_pace(case, clock, settings) for case in cases]
         times: list[list[float]] = [[] for _ in cases]
         latencies: list[list[float]] = [[] for _ in cases]
         for _ in range(settings.rounds):
             for i, (case, pace) in enumerate(zip(cases, paces, strict=True)):
-                times[i].append(_back_to_back(case, ranks, calls_per_round(pace, settings)))
+                times[i].append(clock.back_to_back(case, calls_per_round(pace, settings)))
                 if settings.latency:
-                    latencies[i] += _one_by_one(case, ranks, latency_calls(pace, settings))
+                    latencies[i] += clock.one_by_one(case, latency_calls(pace, settings))
             round_done()
     return [
         summary(times[i], calls_per_round(pace, settings), latencies[i])
@@ -152,35 +173,42 @@ def measure(
     ]
 
 
-def _pace(case: Timed, ranks: Ranks, settings: Settings) -> float:
+def _pace(case: Timed, clock: Clock, settings: Settings) -> float:
     """Seconds of one call, roughly; the same on all ranks, so that they make equally many."""
     case.write()
     for _ in repeat(None, settings.warmup):
         case.call()
-    return _back_to_back(case, ranks, settings.iterations)
+    return clock.back_to_back(case, settings.iterations)
 
 
-def _back_to_back(case: Timed, ranks: Ranks, iterations: int) -> float:
-    call = case.call
-    case.write()
-    ranks.barrier()
-    call()
-    start = time.perf_counter()
-    for _ in repeat(None, iterations):
-        call()
-    stop = time.perf_counter()
-    return float(ranks.slowest(np.array([(stop - start) / iterations]))[0])
+class HostClock:
+    """Calls that are complete on return, timed by the processor's clock."""
 
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
-def _one_by_one(case: Timed, ranks: Ranks, calls: int) -> list[float]:
-    seconds = np.empty(calls)
-    for i in range(calls):
+    def back_to_back(self, case: Timed, iterations: int) -> float:
+        """See Clock."""
+        call = case.call
         case.write()
-        ranks.barrier()
+        self._ranks.barrier()
+        call()
         start = time.perf_counter()
-        case.call()
-        seconds[i] = time.perf_counter() - start
-    return [float(slowest) for slowest in ranks.slowest(seconds)]
+        for _ in repeat(None, iterations):
+            call()
+        stop = time.perf_counter()
+        return float(self._ranks.slowest(np.array([(stop - start) / iterations]))[0])
+
+    def one_by_one(self, case: Timed, calls: int) -> list[float]:
+        """See Clock."""
+        seconds = np.empty(calls)
+        for i in range(calls):
+            case.write()
+            self._ranks.barrier()
+            start = time.perf_counter()
+            case.call()
+            seconds[i] = time.perf_counter() - start
+        return [float(slowest) for slowest in self._ranks.slowest(seconds)]
 
 
 @contextmanager

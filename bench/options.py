@@ -9,13 +9,16 @@ import re
 from dataclasses import dataclass
 
 from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.locals import check_devices
 from gpuallreduce.types import DTYPES, OPS, dtype_of
 
 __all__ = [
+    "DEVICE_KINDS",
     "PEERS",
     "Options",
     "dtype_label",
     "parse_bytes",
+    "parse_devices",
     "parse_dtypes",
     "parse_ops",
     "parse_peers",
@@ -38,7 +41,8 @@ NCCL_DTYPES = {
     "f8e5m2": "float8_e5m2",
 }
 _LABELS = {ours: theirs for theirs, ours in NCCL_DTYPES.items()}
-PEERS = ("mpi",)
+PEERS = ("mpi", "nccl")
+DEVICE_KINDS = ("host", "cuda")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -53,6 +57,8 @@ class Options:
         warmup: untimed calls before each row.
         checks: how often results are checked per row and mode; 0: not.
         ops, dtypes: names; several only from ``all``.
+        device: kind of devices; ``devices`` may say more.
+        devices: a device for each rank; empty: not said.
         ranks: ranks of one process; None: not said.
         processes: ranks in a process each; None: not said.
         json_path, plot_path: files to write.
@@ -62,8 +68,9 @@ class Options:
         peers: libraries to compare with.
         rounds: timed rounds per row; the table has their medians.
         round_ms: a round goes on for at least about this long.
-        latency: print latency columns.
-        graph_launches: nccl-tests' -G; only 0 can be served.
+        latency: print latency columns; on CUDA devices they are always there.
+        graph_launches: nccl-tests' -G: calls are captured as CUDA graphs of ``iterations`` calls,
+            and a round launches a multiple of this many graphs; 0: no graphs.
     """
 
     min_bytes: int = 32 << 20
@@ -75,6 +82,8 @@ class Options:
     checks: int = 1
     ops: tuple[str, ...] = ("sum",)
     dtypes: tuple[str, ...] = ("float32",)
+    device: str = "host"
+    devices: tuple[str, ...] = ()
     ranks: int | None = None
     processes: int | None = None
     json_path: str | None = None
@@ -95,10 +104,7 @@ class Options:
         Raises:
             InvalidArgument: the options contradict each other; says which.
         """
-        if self.graph_launches:
-            raise InvalidArgument(
-                f"-G {self.graph_launches}: host devices have no CUDA graphs; leave -G out"
-            )
+        self._check_places()
         if self.min_bytes > self.max_bytes:
             raise InvalidArgument(
                 f"-b {self.min_bytes} is larger than -e {self.max_bytes}: give -e at least "
@@ -108,24 +114,62 @@ class Options:
             raise InvalidArgument("-f and -i were both given: sizes grow by a factor or by a step")
         if self.step_factor is not None and self.min_bytes == 0 < self.max_bytes:
             raise InvalidArgument("-b 0 never grows by a factor: start at 1 or more, or use -i")
-        if self.ranks is not None and (self.processes is not None or self.peers):
-            asked = "--processes" if self.processes is not None else "--peer"
+        if self.plot_path is not None and not self.plot_path.endswith(".png"):
+            raise InvalidArgument(f"--plot {self.plot_path}: the file's name must end in .png")
+
+    def _check_places(self) -> None:
+        """Checks what says where ranks live, and what only some kinds of devices can do."""
+        if self.devices:
+            kind, given = self.kind, f"--devices {','.join(self.devices)}"
+            if self.device not in (kind, "host"):
+                raise InvalidArgument(f"{given} with --device {self.device}: leave --device out")
+            if self.ranks is not None:
+                raise InvalidArgument(f"{given} has a device for each rank: leave -g out")
+            if self.processes not in (None, len(self.devices)):
+                raise InvalidArgument(
+                    f"{given} has {len(self.devices)} devices for --processes {self.processes}: "
+                    "give one for each process"
+                )
+        if self.graph_launches and self.kind == "host":
+            raise InvalidArgument(
+                f"-G {self.graph_launches}: host devices have no CUDA graphs; leave -G out, or use "
+                "--device cuda"
+            )
+        if "nccl" in self.peers and self.kind == "host":
+            raise InvalidArgument("--peer nccl reduces GPU memory: use it with --device cuda")
+        if self.needs_mpi and self.kind != "host":
+            raise InvalidArgument("--peer mpi is measured on host devices; GPUs have --peer nccl")
+        if self.ranks is not None and (self.processes is not None or self.needs_mpi):
+            asked = "--processes" if self.processes is not None else "--peer mpi"
             raise InvalidArgument(
                 f"-g {self.ranks} with {asked}: -g counts ranks of one process, and {asked} gives "
                 "each rank a process of its own; use --processes N alone"
             )
-        if self.plot_path is not None and not self.plot_path.endswith(".png"):
-            raise InvalidArgument(f"--plot {self.plot_path}: the file's name must end in .png")
+
+    @property
+    def kind(self) -> str:
+        """The kind of devices."""
+        return self.devices[0].partition(":")[0] if self.devices else self.device
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether MPI takes part: its launcher then starts the processes."""
+        return "mpi" in self.peers
+
+    @property
+    def shows_latency(self) -> bool:
+        """Whether the table has latency columns. On GPUs people misread one time as the other."""
+        return self.latency or self.kind == "cuda"
 
     @property
     def wants_latency(self) -> bool:
         """Whether anything shows latency: it costs time to measure."""
-        return self.latency or self.json_path is not None or self.plot_path is not None
+        return self.shows_latency or self.json_path is not None or self.plot_path is not None
 
     @property
     def wants_memory_limits(self) -> bool:
         """Whether results are to be seen against what the machine's memory can do."""
-        return self.symmetric or bool(self.peers)
+        return self.kind == "host" and (self.symmetric or bool(self.peers))
 
 
 def sizes(options: Options) -> list[int]:
@@ -173,6 +217,11 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
 def dtype_label(name: str) -> str:
     """nccl-tests' name where it has one, else ours."""
     return _LABELS.get(name, name)
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Devices such as cuda:0,cuda:1: one for each rank."""
+    return tuple(check_devices(text.split(",")))
 
 
 def parse_peers(text: str) -> tuple[str, ...]:

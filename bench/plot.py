@@ -47,7 +47,12 @@ def byte_text(nbytes: float) -> str:
 
 
 def draw(
-    path: str, rows: Sequence[Row], *, subtitle: str, limits: MemoryLimits | None = None
+    path: str,
+    rows: Sequence[Row],
+    *,
+    subtitle: str,
+    limits: MemoryLimits | None = None,
+    note: str = HOST_NOTE,
 ) -> None:
     """Writes a PNG.
 
@@ -56,6 +61,7 @@ def draw(
         rows: what was measured; empty arrays are left out.
         subtitle: ranks, arrays and machine in a line.
         limits: draws what memory can do, if measured.
+        note: what figures of this kind of device tell.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,13 +83,13 @@ def draw(
     if limits is not None and shown:
         _limit(left, shown[0].nranks, limits)
     _dress(left, shown, "Bus bandwidth, calls back to back", "GB/s")
-    what = "Latency: one call after a barrier" if latency else "Time of a call, back to back"
+    what = "Latency: one call at a time" if latency else "Time of a call, back to back"
     _dress(right, shown, what, "µs")
     # Peers are drawn first, to lie below, and named last.
     entries = sorted(zip(*left.get_legend_handles_labels(), strict=True), key=_legend_rank)
     handles, labels = [list(each) for each in zip(*entries, strict=True)] if entries else ([], [])
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5) or 1)
-    figure.suptitle(f"all-reduce of {_pairs_text(shown)}  ·  {HOST_NOTE}\n{subtitle}", fontsize=11)
+    figure.suptitle(f"all-reduce of {_pairs_text(shown)}  ·  {note}\n{subtitle}", fontsize=11)
     figure.savefig(path, format="png")
 
 

@@ -6,20 +6,19 @@ Knows nothing of results.
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 import gpuallreduce
+from gpuallreduce.jit_cuda import EMULATED
+from gpuallreduce.plan import Plan
 
 from .membw import MemoryLimits
 from .options import Options
 from .ranks import Ranks
 from .report import HOST_NOTE, PROGRAM, Device
 
-__all__ = ["devices_of", "notes", "preamble", "processor"]
+__all__ = ["devices_of", "note_of", "notes", "preamble", "where_text"]
 
 
 def preamble(options: Options, devices: Sequence[Device]) -> list[str]:
@@ -33,7 +32,8 @@ def preamble(options: Options, devices: Sequence[Device]) -> list[str]:
         f"# Collective test starting: {PROGRAM}",
         f"# nThread 1 nGpus {ranks_per_process} minBytes {options.min_bytes} maxBytes "
         f"{options.max_bytes} step: {step} warmup iters: {options.warmup} iters: "
-        f"{options.iterations} agg iters: 1 validation: {options.checks} graph: 0",
+        f"{options.iterations} agg iters: 1 validation: {options.checks} "
+        f"graph: {options.graph_launches}",
         "#",
         "# Using devices",
         *(device.text for device in devices),
@@ -47,6 +47,7 @@ def notes(
     peers: Mapping[str, str],
     limits: MemoryLimits | None,
     skipped: Sequence[str],
+    plan: Plan | None = None,
 ) -> list[str]:
     """What one has to know to read the figures.
 
@@ -55,36 +56,73 @@ def notes(
         peers: name and version of the libraries beside ours.
         limits: what memory can do, if measured.
         skipped: pairs of dtype and operator that are not defined.
+        plan: of the largest call, out of place.
     """
-    where = "threads of one process" if ranks.together else "one process each"
+    cuda = ranks.place.kind == "cuda"
     arrays = "from comm.empty" if options.symmetric else "ordinary memory"
-    lines = [
-        "#",
-        f"# {HOST_NOTE}",
-        f"# {ranks.nranks} ranks, {where}; arrays: {arrays}",
-        "# time: one of many calls in a row, slowest rank, median of "
-        f"{options.rounds} rounds of about {options.round_ms:g} ms or more",
-    ]
-    if options.latency:
+    lines = ["#", f"# {note_of(ranks)}", f"# {where_text(ranks)}; arrays: {arrays}"]
+    if plan is not None and cuda:
         lines.append(
-            "# latency: one call after a barrier, inputs just written, slowest rank, median"
+            f"# transport: {plan.transport}; path: {ranks.comm.topology.path}; "
+            f"order of the sum: {plan.order.partition(':')[0]}"
         )
-    lines += [_peer_note(name, version) for name, version in peers.items()]
+    lines += _time_notes(options, cuda=cuda)
+    lines += [_peer_note(name, version, cuda=cuda) for name, version in peers.items()]
     if limits is not None:
         lines.append(_memory_note(limits))
-    if options.symmetric:
-        lines.append(
-            f"# memory: useful bytes 2*p*n over time (p={ranks.nranks} arrays of n bytes, each "
-            "read and written once), in % of add"
-        )
+        if options.symmetric:
+            lines.append(
+                f"# memory: useful bytes 2*p*n over time (p={ranks.nranks} arrays of n bytes, "
+                "each read and written once), in % of add"
+            )
     if skipped:
         lines.append(f"# Skipped, not defined: {', '.join(skipped)}")
     return lines
 
 
-def _peer_note(name: str, version: str) -> str:
+def note_of(ranks: Ranks) -> str:
+    """What figures of this kind of device tell."""
+    if ranks.place.kind == "host":
+        return HOST_NOTE
+    if os.environ.get(EMULATED):
+        return "EMULATED GPUS: threads of the processor, whose times say nothing of GPUs"
+    return "CUDA DEVICES: times of GPUs"
+
+
+def where_text(ranks: Ranks) -> str:
+    """How many ranks live where."""
+    if not ranks.together:
+        return f"{ranks.nranks} ranks, one process each"
+    threads = "threads of one process" if ranks.place.kind == "host" else "in one process"
+    return f"{ranks.nranks} ranks, {threads}"
+
+
+def _time_notes(options: Options, *, cuda: bool) -> list[str]:
+    lines = [
+        "# time: one of many calls in a row, slowest rank, median of "
+        f"{options.rounds} rounds of about {options.round_ms:g} ms or more"
+        + (", by CUDA events" if cuda else "")
+    ]
+    if not cuda and options.shows_latency:
+        lines.append(
+            "# latency: one call after a barrier, inputs just written, slowest rank, median"
+        )
+    elif cuda:
+        lines.append(
+            "# latency: one of a chain of calls, each waited for by the host, slowest rank, median"
+        )
+    if options.graph_launches:
+        lines.append(
+            f"# both by CUDA graphs, launched from a thread for each GPU: {options.iterations} "
+            "calls a graph for time, 1 for latency"
+        )
+    return lines
+
+
+def _peer_note(name: str, version: str, *, cuda: bool) -> str:
+    memory = "same arrays and streams" if cuda else "ordinary memory"
     return (
-        f"# {name}: {version}; same processes, rounds in turn with ours, ordinary memory; "
+        f"# {name}: {version}; same processes, rounds in turn with ours, {memory}; "
         "/ours above 1: we are faster"
     )
 
@@ -99,25 +137,14 @@ def _memory_note(limits: MemoryLimits) -> str:
 
 def devices_of(ranks: Ranks) -> list[Device]:
     """What every rank runs on. A collective."""
-    cores = os.sched_getaffinity(0)
-    core = min(cores) if len(cores) == 1 else -1
-    rows = ranks.gather(np.array([os.getpid(), core], np.int64))
-    model, hostname = processor(), socket.gethostname()
-    devices = []
-    for rank in range(ranks.nranks):
-        pid, bound = (int(value) for value in rows[0 if ranks.together else rank])
-        info = f"host {model}" + (f" core {bound}" if bound >= 0 else "")
-        devices.append(Device(rank, pid, hostname, rank, info))
-    return devices
-
-
-def processor() -> str:
-    """The machine's processor."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    mine = {
+        "ranks": ranks.local,
+        "pid": os.getpid(),
+        "hostname": socket.gethostname(),
+        "devices": ranks.place.describe(),
+    }
+    return [
+        Device(rank, each["pid"], each["hostname"], **device)
+        for each in ranks.exchange(mine)
+        for rank, device in zip(each["ranks"], each["devices"], strict=True)
+    ]

@@ -5,11 +5,14 @@ Knows nothing of what is measured.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 
 from gpuallreduce.communicator import Communicator
+
+from .places import Place, place_of
 
 __all__ = ["Ranks", "given"]
 
@@ -25,6 +28,7 @@ class Ranks:
         local: those of this process.
         together: all ranks live in this process.
         leads: this process holds rank 0, and does the talking.
+        place: the devices of the local ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -33,6 +37,7 @@ class Ranks:
         self.local = tuple(comm.ranks)
         self.together = len(self.local) == self.nranks
         self.leads = 0 in self.local
+        self.place: Place = place_of(comm)
 
     def barrier(self) -> None:
         """Meets the other processes. Ranks of one process always start together."""
@@ -44,8 +49,14 @@ class Ranks:
         row = np.ascontiguousarray(values).reshape(-1)
         if self.together:
             return row[np.newaxis]
-        gathered: Array = self.comm.all_gather(row)
-        return gathered.reshape(self.nranks, -1)
+        return self.place.gather(row).reshape(self.nranks, -1)
+
+    def exchange(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every process brought, in the order of ranks: anything that JSON can hold."""
+        text = np.frombuffer(json.dumps(payload).encode(), np.uint8)
+        length = int(self.slowest(np.array([text.size], np.int64))[0])
+        rows = self.gather(np.pad(text, (0, length - text.size), constant_values=ord(" ")))
+        return [json.loads(row.tobytes()) for row in rows]
 
     def slowest(self, values: Array) -> Array:
         """The largest over the processes, for each value."""

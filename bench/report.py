@@ -37,13 +37,15 @@ class Device:
     hostname: str
     number: int
     info: str
+    bus: str = "0000:00:00"
+    uuid: str | None = None
 
     @property
     def text(self) -> str:
         """nccl-tests' line; a host device has no bus address."""
         return (
             f"#  Rank {self.rank:2d} Group {0:2d} Pid {self.pid:6d} on {self.hostname:>10} device "
-            f"{self.number:2d} [0000:00:00] {self.info}"
+            f"{self.number:2d} [{self.bus}] {self.info}"
         )
 
 

@@ -22,7 +22,7 @@ from .arguments import to_argv
 from .options import Options
 from .peers import HOW_TO_INSTALL
 
-__all__ = ["mpirun_command", "must_start", "start"]
+__all__ = ["in_processes", "mpirun_command", "must_start", "start"]
 
 MODULE = "gpuallreduce.bench.allreduce_perf"
 WITHOUT_MPI = ("gpuallreduce run", "torchrun")
@@ -36,18 +36,23 @@ def must_start(options: Options, environ: Mapping[str, str]) -> bool:
     """
     here = identify(environ)
     if here.source == "single process":
-        return options.processes is not None or bool(options.peers)
+        return options.processes is not None or options.needs_mpi
     if options.processes not in (None, here.nranks):
         raise InvalidArgument(
             f"--processes {options.processes}, but {here.source} started {here.nranks}: leave "
             "--processes out, or the launcher"
+        )
+    if options.devices and len(options.devices) != here.nranks:
+        raise InvalidArgument(
+            f"--devices has {len(options.devices)} devices, but {here.source} started "
+            f"{here.nranks} processes: give one for each"
         )
     if options.ranks is not None and here.nranks > 1:
         raise InvalidArgument(
             f"-g {options.ranks} counts ranks of one process, but {here.source} started "
             f"{here.nranks}, one rank each: leave -g out"
         )
-    if options.peers and here.source in WITHOUT_MPI:
+    if options.needs_mpi and here.source in WITHOUT_MPI:
         raise InvalidArgument(
             f"--peer mpi, but {here.source} started this process: leave the launcher out (then "
             "mpirun is called), or use mpirun"
@@ -58,7 +63,7 @@ def must_start(options: Options, environ: Mapping[str, str]) -> bool:
 def in_processes(options: Options, environ: Mapping[str, str]) -> bool:
     """Whether this process holds one rank of several processes (or of one, if asked for)."""
     here = identify(environ)
-    asked = options.processes is not None or bool(options.peers)
+    asked = options.processes is not None or options.needs_mpi
     return here.nranks > 1 or (here.source != "single process" and asked)
 
 
@@ -70,7 +75,7 @@ def start(options: Options) -> int:
     """
     nranks = options.processes or max(2, available_cores())
     command = module_command(MODULE, *to_argv(options))
-    if not options.peers:
+    if not options.needs_mpi:
         return launch(nranks, command, prefix=False)
     mpirun, version = _find_mpirun()
     wrapped = mpirun_command(mpirun, version, nranks, available_cores())

@@ -20,12 +20,26 @@ __all__ = [
     "TABLE_RANKS",
     "TIMED_OUT",
     "GarArgs",
+    "GarChaseArgs",
+    "GarCopyArgs",
     "GarDeviceArgs",
     "GarHeader",
+    "GarHoldArgs",
     "GarLaunch",
+    "GarPatternArgs",
+    "GarProbeArgs",
+    "GarProbeResult",
     "GarReport",
     "GarStridedArgs",
+    "GarWrongWord",
     "MAX_AXES",
+    "PROBE_IDLE",
+    "PROBE_LATE",
+    "PROBE_NO_STORE",
+    "PROBE_OK",
+    "PROBE_PEER_ENDED",
+    "PROBE_WRONG_LOAD",
+    "PROBE_WRONG_STORE",
     "set_table",
 ]
 
@@ -35,6 +49,9 @@ MAX_AXES = 8
 
 TIMED_OUT, MISMATCH, ABORTED, CLOSED, LOST = 1, 2, 3, 4, 5
 CALL, READY, CREDIT = 0, 1, 2
+# GarProbeResult.code.
+PROBE_IDLE, PROBE_OK, PROBE_LATE = 0, 1, 2
+PROBE_NO_STORE, PROBE_WRONG_STORE, PROBE_WRONG_LOAD, PROBE_PEER_ENDED = 3, 4, 5, 6
 
 
 class GarHeader(ctypes.Structure):
@@ -140,6 +157,85 @@ class GarStridedArgs(ctypes.Structure):
         ("shape", ctypes.c_uint64 * MAX_AXES),
         ("target_strides", ctypes.c_int64 * MAX_AXES),
         ("source_strides", ctypes.c_int64 * MAX_AXES),
+    ]
+
+
+class GarProbeResult(ctypes.Structure):
+    """What a GPU found out about another in a probe of peer access."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint64),
+        ("meeting", ctypes.c_uint64),
+        ("round", ctypes.c_uint64),
+        ("place", ctypes.c_uint64),
+        ("expected", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+    ]
+
+
+class GarProbeArgs(ctypes.Structure):
+    """A probe of peer access on one GPU."""
+
+    _fields_ = [
+        ("areas", ctypes.c_void_p * TABLE_RANKS),
+        ("results", ctypes.c_void_p * TABLE_RANKS),
+        ("nonce", ctypes.c_uint64),
+        ("box_bytes", ctypes.c_uint64),
+        ("limit_ns", ctypes.c_uint64),
+        ("start_ns", ctypes.c_uint64),
+        ("rank", ctypes.c_uint64),
+    ]
+
+
+class GarCopyArgs(ctypes.Structure):
+    """A copy by one GPU between any memory that it addresses."""
+
+    _fields_ = [
+        ("target", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
+    ]
+
+
+class GarWrongWord(ctypes.Structure):
+    """The first word that is not what it should be."""
+
+    _fields_ = [
+        ("found", ctypes.c_uint64),
+        ("index", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("expected", ctypes.c_uint64),
+    ]
+
+
+class GarPatternArgs(ctypes.Structure):
+    """Words that say by their values where they belong."""
+
+    _fields_ = [
+        ("words", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("wrong", ctypes.c_void_p),
+    ]
+
+
+class GarHoldArgs(ctypes.Structure):
+    """Keeps a stream from going on until the host says so."""
+
+    _fields_ = [
+        ("released", ctypes.c_void_p),
+        ("expired", ctypes.c_void_p),
+        ("limit_ns", ctypes.c_uint64),
+    ]
+
+
+class GarChaseArgs(ctypes.Structure):
+    """Loads each of which needs the one before."""
+
+    _fields_ = [
+        ("first", ctypes.c_void_p),
+        ("last", ctypes.c_void_p),
+        ("accesses", ctypes.c_uint64),
     ]
 
 

@@ -236,6 +236,10 @@ def _host_object(name: str, source: str, flags: Sequence[str], sources: Sequence
     return cached(path, lambda: _build(name, source, flags, sources))
 
 
+def _kernel_flags(defines: Sequence[str]) -> tuple[str, ...]:
+    return (*KERNEL_FLAGS, *(f"-D{name}" for name in defines))
+
+
 def compile_host(kernel: Kernel, *, defines: Sequence[str] = ()) -> Path:
     """The shared object of a kernel for host devices.
 
@@ -246,23 +250,27 @@ def compile_host(kernel: Kernel, *, defines: Sequence[str] = ()) -> Path:
     Raises:
         CompileError: there is no compiler, or it refused; with its own message.
     """
-    flags = (*KERNEL_FLAGS, *(f"-D{name}" for name in defines))
-    return _host_object(kernel.symbol, kernel.source, flags, ())
+    return _host_object(kernel.symbol, kernel.source, _kernel_flags(defines), ())
 
 
-def compile_host_together(kernels: Sequence[Kernel]) -> list[Path]:
+def compile_host_together(kernels: Sequence[Kernel], *, defines: Sequence[str] = ()) -> list[Path]:
     """Compiles kernels in one go, a quarter faster than one by one where they share their loops.
 
     Each has the cache entry that ``compile_host`` looks for; a new entry holds all of them.
 
+    Args:
+        kernels: what to compile.
+        defines: as in ``compile_host``.
+
     Raises:
         CompileError: there is no compiler, or it refused one of them.
     """
-    paths = [_entry(kernel.symbol, kernel.source, KERNEL_FLAGS, ()) for kernel in kernels]
+    flags = _kernel_flags(defines)
+    paths = [_entry(kernel.symbol, kernel.source, flags, ()) for kernel in kernels]
     missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
     if missing:
         source = "".join(kernels[i].source for i in missing)
-        content = _build(kernels[missing[0]].symbol, source, KERNEL_FLAGS, ())
+        content = _build(kernels[missing[0]].symbol, source, flags, ())
         for i in missing:
             _store(paths[i], content)
     return paths

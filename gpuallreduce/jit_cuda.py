@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -17,14 +18,16 @@ from gpuallreduce.jit import (
     cache_folder,
     cached,
     compile_host,
+    compile_host_together,
     content_of,
     kernels_folder,
     sources_digest,
 )
 
-__all__ = ["Target", "compile_cubin", "device_code", "target_of"]
+__all__ = ["Target", "compile_ahead", "compile_cubin", "device_code", "target_of"]
 
 EMULATED = "GPUALLREDUCE_EMULATED"  # set by tests that run on emulated GPUs
+EMULATED_DEFINES = ("GAR_EMULATED",)
 Target = str  # sm_90: device code; compute_120: PTX; emulated: what emulated GPUs run
 
 
@@ -104,7 +107,7 @@ def device_code(kernel: Kernel, target: Target) -> bytes:
         CompileError: cuda-core or NVRTC is not installed, or the compiler refused.
     """
     if target == "emulated":
-        return content_of(compile_host(kernel, defines=("GAR_EMULATED",)))
+        return content_of(compile_host(kernel, defines=EMULATED_DEFINES))
     key = hashlib.sha256()
     for part in (_compiler_identity(), repr(_options(target)), kernel.source):
         key.update(part.encode() + b"\0")
@@ -112,3 +115,16 @@ def device_code(kernel: Kernel, target: Target) -> bytes:
     ending = "ptx" if target.startswith("compute_") else "cubin"
     path = cache_folder() / f"{kernel.symbol}-{target}-{key.hexdigest()[:32]}.{ending}"
     return content_of(cached(path, lambda: compile_cubin(kernel, target)))
+
+
+def compile_ahead(kernels: Sequence[Kernel], target: Target) -> None:
+    """Puts the device code of kernels into the cache; those of one family are best given together.
+
+    Raises:
+        CompileError: as ``device_code``, for any of them.
+    """
+    if target == "emulated":
+        compile_host_together(kernels, defines=EMULATED_DEFINES)
+        return
+    for kernel in kernels:
+        device_code(kernel, target)

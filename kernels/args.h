@@ -88,3 +88,72 @@ struct GarStridedArgs {
   int64_t target_strides[gar::kMaxAxes];
   int64_t source_strides[gar::kMaxAxes];
 };
+
+// What a GPU found out about another in a probe of peer access; lies in host memory, 128 bytes apart.
+namespace gar {
+enum : uint64_t {
+  kProbeIdle = 0,  // the kernel has not come to an end
+  kProbeOk = 1,
+  kProbeLate = 2,        // the peer's kernel did not come to a meeting
+  kProbeNoStore = 3,     // the peer's stores did not arrive
+  kProbeWrongStore = 4,  // what arrived is not what the peer stored
+  kProbeWrongLoad = 5,   // what was loaded from the peer is not what lies there
+  kProbePeerEnded = 6,   // the peer found a fault
+};
+}
+struct GarProbeResult {
+  uint64_t code;     // stored last, with release
+  uint64_t meeting;  // meetings that it has come to
+  uint64_t round;    // of a wrong word, and the three below
+  uint64_t place;    // in bytes
+  uint64_t expected;
+  uint64_t seen;
+};
+
+// A probe of peer access on one GPU.
+struct GarProbeArgs {
+  void* areas[gar::kTableRanks];    // every GPU's area, as addressed from this one; zeros
+  void* results[gar::kTableRanks];  // every GPU's results, one for each peer; zeros
+  uint64_t nonce;                   // another one for every probe, and never near zero
+  uint64_t box_bytes;
+  uint64_t limit_ns;  // of one wait
+  uint64_t start_ns;  // until all kernels run
+  uint64_t rank;
+};
+
+// A copy by one GPU between any memory that it addresses.
+struct GarCopyArgs {
+  void* target;
+  const void* source;
+  uint64_t nbytes;
+};
+
+// The first word that is not what it should be.
+struct GarWrongWord {
+  uint64_t found;  // nonzero if there is one
+  uint64_t index;
+  uint64_t seen;
+  uint64_t expected;
+};
+
+// Words that say by their values where they belong.
+struct GarPatternArgs {
+  uint64_t* words;
+  uint64_t count;
+  uint64_t seed;        // another one gives other values everywhere
+  GarWrongWord* wrong;  // of a check
+};
+
+// Keeps a stream from going on until the host says so.
+struct GarHoldArgs {
+  const uint64_t* released;  // host memory, nonzero once it may go on
+  uint64_t* expired;         // host memory, set once it went on without that
+  uint64_t limit_ns;
+};
+
+// Loads each of which needs the one before: every word at an address is the next address.
+struct GarChaseArgs {
+  const void* first;
+  const void** last;  // where it came to
+  uint64_t accesses;
+};

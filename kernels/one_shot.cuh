@@ -90,7 +90,7 @@ struct OneShot : Exchange<T> {
     const Range c = this->chunk(i);
     const FromShared from{this->channel, step, this->input(c.lo)};
     const Held<void*, 1> to{{this->output(c.lo)}};
-    fold<T, Op, P, 1>(this->channel.block, from, to, this->channel.nranks, c.n, this->args.streaming);
+    fold<T, Op, P, 1>(this->channel.block, from, to, ranks_of<P>(this->channel.nranks), c.n, this->args.streaming);
   }
 };
 
@@ -109,7 +109,7 @@ struct Reduce : Exchange<T> {
     const Range c = this->chunk(i);
     const FromPrivate from{this->channel, step, this->input(c.lo)};
     const Held<void*, 1> to{{this->output(c.lo)}};
-    fold<T, Op, P, 1>(this->channel.block, from, to, this->channel.nranks, c.n, this->args.streaming);
+    fold<T, Op, P, 1>(this->channel.block, from, to, ranks_of<P>(this->channel.nranks), c.n, this->args.streaming);
   }
 };
 
@@ -130,7 +130,7 @@ struct ReduceScatter : Exchange<T> {
     const Range c = this->chunk(i);
     const FromPrivate from{this->channel, step, block_of(this->channel.rank, c.lo)};
     const Held<void*, 1> to{{this->output(c.lo)}};
-    fold<T, Op, P, 1>(this->channel.block, from, to, this->channel.nranks, c.n, this->args.streaming);
+    fold<T, Op, P, 1>(this->channel.block, from, to, ranks_of<P>(this->channel.nranks), c.n, this->args.streaming);
   }
 };
 

@@ -50,6 +50,29 @@ GAR_DEVICE auto shifted(const Base& base, uint64_t elements) {
   }
 }
 
+// The number of ranks as a constant where a kernel is made for it: to divide by a power of two is then to multiply.
+template <int P>
+GAR_DEVICE uint32_t ranks_of(uint32_t nranks) {
+  return P > 0 ? P : nranks;
+}
+
+// How many packs a thread loads before it uses the first, if each takes so many vectors (0: not known).
+GAR_DEVICE constexpr int packs_together(int vectors) {
+  return vectors == 0 || vectors >= kLoadsInFlight ? 1 : kLoadsInFlight / vectors;
+}
+// The packs that a thread takes U at a time: from each of first, first + step, ... below end, U packs kGroupThreads
+// apart. That distance is a constant, so one address serves all of them. All packs below end are some thread's.
+struct Tiles {
+  uint64_t first, step, end;
+};
+template <int U>
+GAR_DEVICE Tiles tiles_of(const Block& block, uint64_t packs) {
+  const uint64_t threads = block.threads(), thread = block.thread();
+  if (U == 1 || threads % kGroupThreads != 0) return {0, 1, 0};
+  return {thread / kGroupThreads * (U * kGroupThreads) + thread % kGroupThreads, U * threads,
+          packs - packs % (U * threads)};
+}
+
 // One pack (or, with N = 1, one element): to[d] = round(finish(from[0] op from[1] op ...)) for every d.
 // K and D: how many sources and targets, 0 where that is known at run time only. U packs, `stride` apart, are loaded
 // before the first is used.
@@ -95,29 +118,31 @@ GAR_DEVICE uint64_t head_elements(const From& from, int nfrom, const To& to, int
   return alike ? smaller(bytes / element_bytes<T>(), n) : n;
 }
 
-// Elements [i, n) one at a time; out of line, since every call has at most a few.
+// Elements [0, head) and [tail, n) one at a time; out of line, since every call has at most a few.
 template <class T, class Op, int K, int D, class From, class To>
-GAR_NOINLINE void fold_elements(const From& from, const To& to, uint32_t nranks, uint64_t i, uint64_t n,
-                                uint64_t stride) {
-  for (; i < n; i += stride) fold_packs<T, Op, K, D, 1, 1, false>(from, to, nranks, i, 0);
+GAR_NOINLINE void fold_elements(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t head,
+                                uint64_t tail, uint64_t n) {
+  const uint64_t between = tail - head;
+  for (uint64_t i = block.thread(); i < n - between; i += block.threads())
+    fold_packs<T, Op, K, D, 1, 1, false>(from, to, nranks, i < head ? i : i + between, 0);
 }
 
 template <class T, class Op, int K, int D, bool Streaming, class From, class To>
 GAR_OUTLINE void fold_range(const Block& block, const From& from, const To& to, uint32_t nranks, uint64_t n,
                             uint64_t head) {
   constexpr int N = lanes_in_pack<T>();
-  constexpr int U = K == 0 || K >= kLoadsInFlight ? 1 : kLoadsInFlight / K;
-  const uint64_t stride = block.threads(), packs = (n - head) / N;
-  if (head > 0) fold_elements<T, Op, K, D>(from, to, nranks, block.thread(), head, stride);
+  // Where a pack becomes four or more vectors of accumulators, half as many keep them in registers.
+  constexpr bool kWide = sizeof(typename Element<T>::Accumulator) > 2 * element_bytes<T>();
+  constexpr int U = packs_together(kWide ? 2 * K : K);
+  const uint64_t stride = block.threads(), packs = (n - head) / N, tail = head + packs * N;
+  if (head > 0 || tail < n) fold_elements<T, Op, K, D>(block, from, to, nranks, head, tail, n);
   const auto body_from = shifted<T, K>(from, head);
   const auto body_to = shifted<T, D>(to, head);
-  uint64_t i = block.thread();
-  if constexpr (U > 1) {
-    for (; i + (U - 1) * stride < packs; i += U * stride)
-      fold_packs<T, Op, K, D, N, U, Streaming>(body_from, body_to, nranks, i, stride);
-  }
-  for (; i < packs; i += stride) fold_packs<T, Op, K, D, N, 1, Streaming>(body_from, body_to, nranks, i, 0);
-  if (head + packs * N < n) fold_elements<T, Op, K, D>(from, to, nranks, head + packs * N + block.thread(), n, stride);
+  const Tiles tiles = tiles_of<U>(block, packs);
+  for (uint64_t i = tiles.first; i < tiles.end; i += tiles.step)
+    fold_packs<T, Op, K, D, N, U, Streaming>(body_from, body_to, nranks, i, kGroupThreads);
+  for (uint64_t i = tiles.end + block.thread(); i < packs; i += stride)
+    fold_packs<T, Op, K, D, N, 1, Streaming>(body_from, body_to, nranks, i, 0);
   if (Streaming) streaming_fence();
 }
 

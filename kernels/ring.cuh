@@ -150,21 +150,30 @@ GAR_DEVICE bool ring(const Block& block, const GarArgs& args) {
 
 // One hop of the chain: the partial that came (accumulators) combined with this rank's elements. First has no partial;
 // Last rounds, and stores elements to two places; the others store accumulators to `to`.
-template <class T, class Op, bool First, bool Last, int N>
+// U packs, `stride` apart, are loaded before the first is used.
+template <class T, class Op, bool First, bool Last, int N, int U>
 GAR_DEVICE void chain_packs(const void* partial, const void* input, void* to, void* also_to, uint32_t nranks,
-                            uint64_t pack) {
+                            uint64_t pack, uint64_t stride) {
   typedef Element<T> X;
   typedef typename X::Storage S;
   typedef typename X::Accumulator A;
-  auto sum = X::template widen<N>(load_lanes<S, N>(input, pack));
-  if constexpr (!First) sum = Op::combine(load_lanes<A, N>(partial, pack), sum);
-  if constexpr (Last) {
-    sum = Op::template finish<A>(sum, nranks);
-    const Lanes<S, N> result = X::template round<N>(sum);
-    store_lanes<S, N>(to, pack, result);
-    store_lanes<S, N>(also_to, pack, result);
-  } else {
-    store_lanes<A, N>(to, pack, sum);
+  Lanes<S, N> raw[U];
+  Lanes<A, N> came[U];
+  GAR_UNROLL for (int u = 0; u < U; ++u) {
+    raw[u] = load_lanes<S, N>(input, pack + u * stride);
+    if constexpr (!First) came[u] = load_lanes<A, N>(partial, pack + u * stride);
+  }
+  GAR_UNROLL for (int u = 0; u < U; ++u) {
+    auto sum = X::template widen<N>(raw[u]);
+    if constexpr (!First) sum = Op::combine(came[u], sum);
+    if constexpr (Last) {
+      sum = Op::template finish<A>(sum, nranks);
+      const Lanes<S, N> result = X::template round<N>(sum);
+      store_lanes<S, N>(to, pack + u * stride, result);
+      store_lanes<S, N>(also_to, pack + u * stride, result);
+    } else {
+      store_lanes<A, N>(to, pack + u * stride, sum);
+    }
   }
 }
 
@@ -198,11 +207,16 @@ struct Chain {
     // Slots are aligned; the user's arrays decide whether packs may be used.
     const bool whole =
         !kVectorsNeedAlignment || (pack_misalignment(input) == 0 && (!Last || pack_misalignment(also_to) == 0));
-    const uint64_t packs = whole ? c.n / N : 0, stride = channel.block.threads();
-    for (uint64_t i = channel.block.thread(); i < packs; i += stride)
-      chain_packs<T, Op, First, Last, N>(partial, input, to, also_to, channel.nranks, i);
-    for (uint64_t i = packs * N + channel.block.thread(); i < c.n; i += stride)
-      chain_packs<T, Op, First, Last, 1>(partial, input, to, also_to, channel.nranks, i);
+    const uint64_t packs = whole ? c.n / N : 0, thread = channel.block.thread(), stride = channel.block.threads();
+    constexpr int kWide = sizeof(A) / sizeof(S);  // vectors of accumulators to one of elements
+    constexpr int U = packs_together(First ? kWide : 1 + kWide);
+    const Tiles tiles = tiles_of<U>(channel.block, packs);
+    for (uint64_t i = tiles.first; i < tiles.end; i += tiles.step)
+      chain_packs<T, Op, First, Last, N, U>(partial, input, to, also_to, channel.nranks, i, kGroupThreads);
+    for (uint64_t i = tiles.end + thread; i < packs; i += stride)
+      chain_packs<T, Op, First, Last, N, 1>(partial, input, to, also_to, channel.nranks, i, 0);
+    for (uint64_t i = packs * N + thread; i < c.n; i += stride)
+      chain_packs<T, Op, First, Last, 1, 1>(partial, input, to, also_to, channel.nranks, i, 0);
   }
   GAR_MEMBER bool reduce(uint64_t i) {
     const Range c = piece(range, i, args.chunk_count);

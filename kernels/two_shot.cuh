@@ -51,17 +51,17 @@ struct TwoShot {
       char* back = channel.shared_slot(step, channel.rank, channel.rank, kBack);
       if (args.streaming) {  // the slot is about to be read: only the output may pass the caches
         const Held<void*, 1> to{{back}};
-        fold<T, Op, P, 1>(channel.block, from, to, channel.nranks, s.n, false);
+        fold<T, Op, P, 1>(channel.block, from, to, ranks_of<P>(channel.nranks), s.n, false);
         channel.block.sync();
         copy<T>(channel.block, output, back, s.n, true);
         return;
       }
       const Held<void*, 2> to{{output, back}};
-      fold<T, Op, P, 2>(channel.block, from, to, channel.nranks, s.n, false);
+      fold<T, Op, P, 2>(channel.block, from, to, ranks_of<P>(channel.nranks), s.n, false);
       return;
     }
     const Back to{*this, step, element<T>(args.output, s.lo)};
-    fold<T, Op, P, P>(channel.block, from, to, channel.nranks, s.n, false);
+    fold<T, Op, P, P>(channel.block, from, to, ranks_of<P>(channel.nranks), s.n, false);
   }
   GAR_MEMBER void gather(uint64_t i, uint64_t step) const {
     for (uint32_t j = 1; j < channel.nranks; ++j) {
@@ -124,7 +124,7 @@ GAR_DEVICE bool two_shot_direct(const Block& block, const GarArgs& args) {
   const Range mine = part<S>(part<S>({0, args.count}, channel.rank, channel.nranks), channel.index, block.count());
   const FromTable<T, const void*> from{args.peer_inputs, mine.lo};
   const FromTable<T, void*> to{args.peer_outputs, mine.lo};
-  fold<T, Op, P, P>(block, from, to, channel.nranks, mine.n, args.streaming);
+  fold<T, Op, P, P>(block, from, to, ranks_of<P>(channel.nranks), mine.n, args.streaming);
   channel.post_ready_all(channel.first_step());
   if (!channel.await_ready_all(channel.first_step())) return false;
   return channel.end(1);

@@ -20,6 +20,13 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     args.GarReport,
     args.GarArgs,
     args.GarStridedArgs,
+    args.GarProbeResult,
+    args.GarProbeArgs,
+    args.GarCopyArgs,
+    args.GarWrongWord,
+    args.GarPatternArgs,
+    args.GarHoldArgs,
+    args.GarChaseArgs,
     args.GarLaunch,
 )
 # C++ name of each constant and what the Python side holds.

@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpuallreduce.bench import allreduce_perf, document, measure, membw, plot, preamble, report
+from gpuallreduce.bench import (
+    allreduce_perf,
+    document,
+    measure,
+    membw,
+    places,
+    plot,
+    preamble,
+    report,
+)
 from gpuallreduce.bench.arguments import add_arguments, options_of, to_argv
 from gpuallreduce.bench.buffers import PERIOD, Buffers, Pattern, expected
 from gpuallreduce.bench.measure import Settings, Timing
@@ -179,6 +188,11 @@ def test_sizes_grow_by_a_factor_or_by_a_step_and_end_within_the_range() -> None:
         ("-f 2 -i 8", "-f and -i"),
         ("-b 0 -e 8 -f 2", "never grows"),
         ("-G 1", "no CUDA graphs"),
+        ("--peer nccl", "use it with --device cuda"),
+        ("--device cuda --peer mpi", "GPUs have --peer nccl"),
+        ("--device cuda --devices host,host", "leave --device out"),
+        ("--devices cuda:0,cuda:1 -g 2", "leave -g out"),
+        ("--devices cuda:0,cuda:1 --processes 3", "one for each process"),
         ("-g 2 --processes 2", "--processes N alone"),
         ("-g 2 --peer mpi", "each rank a process"),
         ("--plot picture.svg", "must end in .png"),
@@ -204,6 +218,8 @@ def test_options_that_contradict_each_other_are_refused(argv: str, message: str)
         ("--algorithm tree", "two_shot"),
         ("--order none", "rank"),
         ("--peer gloo", "mpi"),
+        ("--device tpu", "cuda"),
+        ("--devices cuda:0,host", "same kind"),
         ("--proc 2", "unrecognized"),
     ],
 )
@@ -224,6 +240,8 @@ def test_an_option_that_makes_no_sense_says_what_does(
         "-i 4K --processes 3 --algorithm ring --order any --symmetric --latency --rounds 7",
         "-d half -o max --peer mpi --round-ms 0.5 -J a.json --plot b.png",
         "-g 4 -d float8_e4m3fn -G 0",
+        "--device cuda --processes 2 --peer nccl -G 3",
+        "--devices cuda:1,cuda:1",
     ],
 )
 def test_a_launched_process_gets_the_same_options(argv: str) -> None:
@@ -383,7 +401,9 @@ def test_the_expected_result_is_what_the_kernels_give(dtype: str, op: str) -> No
 
 
 def test_a_pattern_sees_one_wrong_element_in_any_period_and_a_changed_input() -> None:
-    pattern = Pattern(DTYPES["int8"], OPS["sum"], 2 * PERIOD + 10, 2, seed=1)
+    with Communicator(["host"] * 2) as comm:
+        place = places.place_of(comm)
+    pattern = Pattern(DTYPES["int8"], OPS["sum"], 2 * PERIOD + 10, 2, 1, place)
     arrays = [np.empty(2 * PERIOD + 10, np.int8) for _ in range(2)]
     for rank, array in enumerate(arrays):
         pattern.fill(array, rank)

@@ -396,3 +396,29 @@ def test_a_broken_gpu_is_an_error_of_the_device():
     assert done.returncode == 0, done.stderr
     assert "DeviceError" in done.stdout, done.stdout
     assert "illegal memory access" in done.stdout
+
+
+def test_host_memory_can_be_asked_for():
+    asked = {"GPUALLREDUCE_REACH": "host"}
+    for rank in run_job(2, SETUP + EVERY_WAY, **gpus.variables(), **asked):
+        assert "pinned host memory" in rank.reports[0]
+        assert "GPUALLREDUCE_REACH=host asks for it" in rank.reports[0]
+    body = """
+    import os
+    for reach in ("host", "guest"):
+        os.environ["GPUALLREDUCE_REACH"] = reach
+        try:
+            with gar.Communicator(names) as comm:
+                xs = [put(name, np.ones(5000, np.float32)) for name in names]
+                comm.allreduce(xs)
+                comm.synchronize()
+                assert all((x.get() == 4).all() for x in xs)
+                print(comm.plan(xs).transport)
+        except gar.InvalidArgument as error:
+            print(error)
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "pinned host memory (GPUALLREDUCE_REACH=host asks for it)"
+    assert second == "GPUALLREDUCE_REACH='guest' is not known; there are peer and host"

@@ -21,6 +21,7 @@ _COMMANDS = {
     "info": "what there is on this machine, and what would run at each size",
     "validate": "check on this machine that results are right to the bit",
     "bench": "measure collectives",
+    "bandwidth": "measure the links between GPUs",
     "run": "start a program once per rank on this machine",
 }
 

@@ -1,6 +1,6 @@
 """Which algorithm the tuner would take at each size, and what it thinks of the others.
 
-Knows nothing of this machine but its cores, and runs nothing.
+Knows nothing of this machine but the topology it is given, and runs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from gpuallreduce import tuner
 from gpuallreduce.algorithms import ALGORITHMS
 from gpuallreduce.plan import Request
-from gpuallreduce.topology import host_topology
+from gpuallreduce.topology import Topology
 from gpuallreduce.types import OPS, Dtype
 
 __all__ = ["as_text", "table"]
@@ -19,20 +19,20 @@ __all__ = ["as_text", "table"]
 SIZES = tuple(1 << shift for shift in range(10, 29, 2))  # 1 KiB .. 256 MiB
 
 
-def table(nranks: int, dtype: Dtype, *, cores: int) -> list[dict[str, Any]]:
+def table(topology: Topology, dtype: Dtype) -> list[dict[str, Any]]:
     """A row for each size, place of the result and kind of array, as plain data.
 
     Costs are estimated microseconds, or the reason why an algorithm cannot serve.
     """
-    topology = host_topology(nranks, cores=cores, one_process=False)
     rows: list[dict[str, Any]] = []
-    for nbytes, direct, in_place in itertools.product(SIZES, (False, True), (True, False)):
+    kinds = _kinds_of_arrays(topology)
+    for nbytes, direct, in_place in itertools.product(SIZES, kinds, (True, False)):
         request = Request(
             collective="allreduce",
             dtype=dtype,
             op=OPS["max" if dtype.kind == "bool" else "sum"],
             count=nbytes // dtype.itemsize,
-            nranks=nranks,
+            nranks=topology.nranks,
             direct=direct,
             in_place=in_place,
         )
@@ -40,16 +40,27 @@ def table(nranks: int, dtype: Dtype, *, cores: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "bytes": nbytes,
-                "arrays": "empty" if direct else "plain",
+                "arrays": kinds[direct],
                 "in_place": in_place,
                 "algorithm": plan.config.algorithm,
                 "access": plan.config.access,
+                "nchannels": plan.config.nchannels,
                 "chunk_bytes": plan.config.chunk_count * dtype.itemsize,
                 "streaming": plan.config.streaming,
                 "costs_us": plan.costs,
             }
         )
     return rows
+
+
+def _kinds_of_arrays(topology: Topology) -> dict[bool, str]:
+    """Names of arrays that peers cannot and can address, as far as there are such."""
+    if not topology.one_process:
+        return {False: "plain", True: "empty"}
+    if topology.path == "host memory":
+        return {False: "plain"}
+    # What cudaMalloc gives can be addressed; CUDA's memory pools and managed memory cannot.
+    return {True: "plain", False: "pooled"}
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpuallreduce.cli import choices, machine
+from gpuallreduce.cli import choices, gpus, machine
+from gpuallreduce.topology import host_topology
 from gpuallreduce.types import DTYPES
 
 if TYPE_CHECKING:
@@ -20,9 +21,11 @@ __all__ = ["add_parser", "main"]
 _DESCRIPTION = """\
 Show what there is on this machine, and which algorithm all-reduce would take at each size.
 
-The table is of sums over host ranks with a process each. "plain" are arrays of any origin, "empty"
-those from comm.empty, which peers can address. For each algorithm it shows the estimated time in
-microseconds, least first; only their ratios matter.
+The table of host ranks is of sums with a process each: "plain" are arrays of any origin, "empty"
+those from comm.empty, which peers can address. Where there are GPUs, another table is of ranks of
+one process on all of them: there peers can address "plain" arrays too, but not "pooled" ones, which
+come from CUDA's memory pools or managed memory. For each algorithm it shows the estimated time in
+microseconds; only their ratios matter.
 """
 
 
@@ -50,6 +53,11 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         metavar="NAME",
         help="of the table",
     )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="try by kernels whether GPUs really reach each other's memory, and keep the verdict",
+    )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.set_defaults(main=main)
     return parser
@@ -57,15 +65,17 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> int:
     """Prints it; returns 0."""
-    facts = machine.facts()
-    nranks = args.ranks or max(2, facts["cores"]["available"])
-    rows = choices.table(nranks, DTYPES[args.dtype], cores=facts["cores"]["available"])
+    facts, dtype = machine.facts(), DTYPES[args.dtype]
+    cuda = gpus.facts(dtype, nranks=args.ranks, probe=args.probe)
+    facts["devices"] += [f"cuda:{gpu['ordinal']}" for gpu in cuda["gpus"]]
+    cores = facts["cores"]["available"]
+    nranks = args.ranks or max(2, cores)
+    rows = choices.table(host_topology(nranks, cores=cores, one_process=False), dtype)
     if args.json:
-        print(
-            json.dumps({**facts, "nranks": nranks, "dtype": args.dtype, "choices": rows}, indent=2)
-        )
+        found = {**facts, "nranks": nranks, "dtype": args.dtype, "choices": rows, "cuda": cuda}
+        print(json.dumps(found, indent=2))
         return 0
-    print(machine.as_text(facts))
+    print(machine.as_text(facts), gpus.as_text(cuda, args.dtype), sep="\n\n")
     print(f"\nall-reduce of {args.dtype} over {nranks} host ranks, a process each\n")
     print(choices.as_text(rows))
     return 0

@@ -11,52 +11,39 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gpuallreduce.checks import Guarded, first_difference
-from gpuallreduce.communicator import Communicator
 from gpuallreduce.types import DTYPES
 from gpuallreduce.validation.cases import VARIANTS, Case
+from gpuallreduce.validation.places import Place
 
-__all__ = ["Arena", "Buffers"]
+__all__ = ["Buffers"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
-_GUARD_BYTES = 256
-_ARENA_BYTES = 512 << 10  # the largest array of any case, its offset and its guards
-
-
-class Arena:
-    """Memory of one process's rank that its peers can address, for an input and an output."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        """A collective: every rank makes one."""
-        self.input: Array = communicator.empty(_ARENA_BYTES, np.uint8)
-        self.output: Array = communicator.empty(_ARENA_BYTES, np.uint8)
 
 
 class Buffers:
     """Inputs and, unless the call is in place, outputs of the local ranks."""
 
     def __init__(
-        self, case: Case, inputs: Sequence[Array], ranks: Sequence[int], arena: Arena | None
+        self, case: Case, inputs: Sequence[Array], ranks: Sequence[int], place: Place
     ) -> None:
-        """Copies the local ranks' inputs.
+        """Copies the local ranks' inputs to memory of a place that begins anew with each case.
 
         Args:
             case: says how many elements, and where arrays start.
             inputs: every rank's.
             ranks: the local ones.
-            arena: where arrays lie if the case has direct access.
+            place: where arrays lie.
         """
-        self._case, self._ranks, self._given = case, ranks, inputs
-        if VARIANTS[case.variant].access != "direct":
-            arena = None
-        memory, shared = (None, False) if arena is None else (arena.input, True)
+        self._case, self._ranks, self._given, self._place = case, ranks, inputs, place
         # Symmetric arrays start at the same place on every rank, others anywhere.
+        symmetric = VARIANTS[case.variant].access == "direct"
+        offsets = [case.offset * (1 if symmetric else rank) for rank in ranks]
         self._inputs = [
-            _guarded(inputs[rank], case.offset * (1 if shared else rank), memory) for rank in ranks
+            place.guarded(local, inputs[rank], offsets[local]) for local, rank in enumerate(ranks)
         ]
-        self._outputs = self._inputs if case.in_place else self._make_outputs(arena)
+        self._outputs = self._inputs if case.in_place else self._make_outputs()
 
-    def _make_outputs(self, arena: Arena | None) -> list[Guarded]:
+    def _make_outputs(self) -> list[Guarded]:
         count = self._case.count
         if self._case.collective == "all_gather":
             count *= len(self._given)
@@ -64,19 +51,25 @@ class Buffers:
         if self._dtype.kind == "b":
             filler &= 1
         self._filler: Array = filler.view(self._dtype)
-        memory = None if arena is None else arena.output
-        return [_guarded(self._filler, 2 * self._case.offset, memory) for _ in self._ranks]
+        offset = 2 * self._case.offset
+        return [
+            self._place.guarded(local, self._filler, offset) for local in range(len(self._ranks))
+        ]
 
     @property
     def _dtype(self) -> np.dtype[Any]:
         return DTYPES[self._case.dtype].numpy
 
-    def inputs(self) -> list[Array]:
-        """The arrays to call with."""
-        return [guarded.array for guarded in self._inputs]
+    def given(self) -> tuple[list[Any], list[Any] | None]:
+        """The arrays to call with, one for each local rank: inputs, and outputs or None."""
+        array = self._place.array
+        inputs = [array(local, guarded) for local, guarded in enumerate(self._inputs)]
+        if self._case.in_place:
+            return inputs, None
+        return inputs, [array(local, guarded) for local, guarded in enumerate(self._outputs)]
 
     def results(self) -> list[Array]:
-        """The arrays that the call writes: those of inputs() if it is in place."""
+        """The arrays that the call writes: the inputs if it is in place."""
         return [guarded.array for guarded in self._outputs]
 
     def overwritten(self) -> Iterator[tuple[int, str | None]]:
@@ -114,11 +107,3 @@ class Buffers:
             elif case.collective == "broadcast":
                 right = given[case.root]
             yield rank, guarded.array, right
-
-
-def _guarded(values: Array, offset: int, memory: Array | None) -> Guarded:
-    guarded = Guarded(
-        values.dtype, values.size, offset=offset, guard_bytes=_GUARD_BYTES, memory=memory
-    )
-    guarded.array.view(np.uint8)[:] = values.view(np.uint8)
-    return guarded

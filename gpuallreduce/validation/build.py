@@ -6,19 +6,20 @@ Knows nothing of what the cases check.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from gpuallreduce import tuner
+from gpuallreduce.devices.cuda_runtime import find_gpu
 from gpuallreduce.errors import CompileError
 from gpuallreduce.jit import Kernel, compile_host, compile_host_together
+from gpuallreduce.jit_cuda import Target, compile_ahead, target_of
 from gpuallreduce.plan import Request
 from gpuallreduce.topology import Topology
 from gpuallreduce.types import DTYPES, OPS
 from gpuallreduce.validation.cases import VARIANTS, Case
 
-__all__ = ["Builder", "kernel_of"]
+__all__ = ["Builder", "kernel_of", "kernels_of", "target_of_gpu"]
 
 
 def kernel_of(case: Case, topology: Topology) -> Kernel | None:
@@ -30,6 +31,7 @@ def kernel_of(case: Case, topology: Topology) -> Kernel | None:
     if case.refused or topology.nranks == 1:
         return None
     variant = VARIANTS[case.variant]
+    reachable = topology.one_process and topology.path != "host memory"
     request = Request(
         collective=case.collective,
         dtype=DTYPES[case.dtype],
@@ -37,7 +39,7 @@ def kernel_of(case: Case, topology: Topology) -> Kernel | None:
         count=case.count,
         nranks=topology.nranks,
         order=variant.order or "rank",
-        direct=topology.one_process or variant.access == "direct",
+        direct=reachable or variant.access == "direct",
         in_place=case.in_place,
         root=case.root,
     )
@@ -46,21 +48,41 @@ def kernel_of(case: Case, topology: Topology) -> Kernel | None:
     return tuner.decide(request, topology, forced, transport="").kernel
 
 
+def kernels_of(cases: Iterable[Case], topology: Topology) -> list[Kernel]:
+    """The kernels of cases, each once, in the order in which they are needed."""
+    kernels = (kernel_of(case, topology) for case in cases)
+    return [kernel for kernel in dict.fromkeys(kernels) if kernel is not None]
+
+
+def target_of_gpu(device: str) -> Target:
+    """What to compile for the GPU of a device name.
+
+    Raises:
+        NotSupported, InvalidArgument: there is no such GPU.
+    """
+    gpu = find_gpu(device)
+    return target_of(gpu.major, gpu.minor)
+
+
 class Builder:
     """Compilations in the order in which their results are needed. Use it as a context manager."""
 
-    def __init__(self, kernels: Iterable[Kernel], workers: int) -> None:
+    def __init__(
+        self, kernels: Iterable[Kernel], workers: int, *, target: Target | None = None
+    ) -> None:
         """Starts at once; nothing is compiled that is in the cache.
 
         Args:
             kernels: repeated ones count once.
             workers: compilers at a time.
+            target: what GPUs to compile for; None: host devices.
         """
+        self._target = target
         self._pool = ThreadPoolExecutor(workers, "compile")
-        self._futures: dict[Kernel, Future[list[Path]]] = {}
+        self._futures: dict[Kernel, Future[None]] = {}
         for _, family in itertools.groupby(dict.fromkeys(kernels), key=lambda each: each.family):
             together = tuple(family)
-            future = self._pool.submit(compile_host_together, together)
+            future = self._pool.submit(self._compile, together)
             self._futures |= dict.fromkeys(together, future)
 
     def __enter__(self) -> Builder:
@@ -84,4 +106,12 @@ class Builder:
         try:
             future.result()
         except CompileError:
-            compile_host(kernel)  # alone: a faulty neighbour is not its fault
+            self._compile((kernel,))  # alone: a faulty neighbour is not its fault
+
+    def _compile(self, kernels: Sequence[Kernel]) -> None:
+        if self._target is not None:
+            compile_ahead(kernels, self._target)
+        elif len(kernels) == 1:
+            compile_host(kernels[0])
+        else:
+            compile_host_together(kernels)

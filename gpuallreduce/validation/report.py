@@ -31,6 +31,9 @@ def as_text(summary: Summary, version: str) -> str:
         lines += _failure(failure)
     failed = sum(bool(outcome.findings) for _, outcome in summary.results)
     totals = f"# {len(summary.results)} cases, {failed} failed"
+    left_out = [outcome.left_out for _, outcome in summary.results if outcome.left_out]
+    if left_out:
+        totals += f", {len(left_out)} left out ({left_out[0]})"
     if summary.not_run:
         totals += f", {summary.not_run} not run"
     lines.append(f"{totals}; {summary.seconds:.1f} s: {'OK' if summary.succeeded else 'FAILED'}")
@@ -49,6 +52,7 @@ def as_json(summary: Summary, version: str) -> dict[str, Any]:
         "seconds": round(summary.seconds, 3),
         "cases": len(summary.results),
         "failed": sum(bool(outcome.findings) for _, outcome in summary.results),
+        "left_out": sum(bool(outcome.left_out) for _, outcome in summary.results),
         "not_run": summary.not_run,
         "allreduce": {
             dtype: {op: cells[d, op] for d, op in cells if d == dtype} for dtype, _ in cells
@@ -76,7 +80,7 @@ def _cells(summary: Summary) -> dict[tuple[str, str], str]:
     """``ok``, ``refused`` or ``FAIL`` for each pair of dtype and operator that was all-reduced."""
     cells: dict[tuple[str, str], str] = {}
     for case, outcome in summary.results:
-        if case.collective == "allreduce":
+        if case.collective == "allreduce" and not outcome.left_out:
             pair = case.dtype, case.op
             if outcome.findings or cells.get(pair) == "FAIL":
                 cells[pair] = "FAIL"
@@ -98,7 +102,9 @@ def _worst(summary: Summary) -> dict[str, Deviation]:
 
 def _collectives(summary: Summary) -> dict[str, dict[str, int]]:
     return _count(
-        (case.collective, outcome) for case, outcome in summary.results if not case.refused
+        (case.collective, outcome)
+        for case, outcome in summary.results
+        if not (case.refused or outcome.left_out)
     )
 
 
@@ -107,7 +113,7 @@ def _variants(summary: Summary) -> dict[str, dict[str, int]]:
     counts = _count(
         (case.variant, outcome)
         for case, outcome in summary.results
-        if case.collective == "allreduce" and not case.refused
+        if case.collective == "allreduce" and not (case.refused or outcome.left_out)
     )
     return {name: counts[name] for name in VARIANTS if name in counts}
 

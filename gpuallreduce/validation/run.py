@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,9 +16,11 @@ import numpy as np
 from gpuallreduce.checks import Deviation, first_difference, worst_deviation
 from gpuallreduce.communicator import Communicator
 from gpuallreduce.errors import Error, NotSupported
-from gpuallreduce.validation.buffers import Arena, Buffers
+from gpuallreduce.types import DTYPES
+from gpuallreduce.validation.buffers import Buffers
 from gpuallreduce.validation.cases import VARIANTS, Case
 from gpuallreduce.validation.oracle import Expectation, Oracle
+from gpuallreduce.validation.places import HostPlace, Place
 
 __all__ = ["Finding", "Outcome", "run_case"]
 
@@ -52,12 +55,14 @@ class Outcome:
         digest: of the result on the local rank, which must be that of all ranks; None where ranks
             get different results.
         broken: whether the communicator may be unusable now.
+        left_out: why the case cannot be run on these ranks; empty if it was.
     """
 
     findings: list[Finding] = field(default_factory=list)
     deviation: Deviation = NO_DEVIATION
     digest: str | None = None
     broken: bool = False
+    left_out: str = ""
 
     def note(self, check: str, message: str | None, *, rank: int | None = None) -> None:
         """Adds a finding unless there is no message or the check has one."""
@@ -67,7 +72,7 @@ class Outcome:
 
 
 def run_case(
-    communicator: Communicator, case: Case, oracle: Oracle, arena: Arena | None = None
+    communicator: Communicator, case: Case, oracle: Oracle, place: Place | None = None
 ) -> Outcome:
     """Makes the case's calls and looks at everything they left behind.
 
@@ -75,88 +80,107 @@ def run_case(
         communicator: where to run; every rank of it runs the same cases in the same order.
         case: what to run.
         oracle: for as many ranks.
-        arena: memory that peers can address, for direct access between processes.
+        place: where arrays lie; None: in host memory of this process.
     """
     outcome = Outcome()
+    place = HostPlace(communicator, shared=False) if place is None else place
+    if VARIANTS[case.variant].access == "direct" and not (case.refused or place.direct):
+        return Outcome(left_out="no rank can address another's arrays")
     try:
         if case.refused:
-            _refusal(communicator, case, outcome)
+            _refusal(communicator, case, outcome, place)
         elif case.collective == "barrier":
             communicator.barrier()
         else:
-            _results(communicator, case, oracle, outcome, arena)
+            _Trial(communicator, case, outcome, place).run(oracle)
     except Error as error:
         outcome.note("raised", f"{type(error).__name__}: {error}")
         outcome.broken = True
     return outcome
 
 
-def _refusal(communicator: Communicator, case: Case, outcome: Outcome) -> None:
+def _refusal(communicator: Communicator, case: Case, outcome: Outcome, place: Place) -> None:
     count = case.count * (communicator.nranks if case.collective == "reduce_scatter" else 1)
-    arrays = [np.zeros(count, case.dtype) for _ in communicator.ranks]
+    dtype, nlocal = DTYPES[case.dtype].numpy, len(communicator.ranks)
+    arrays = [place.blank(local, count, dtype) for local in range(nlocal)]
     with contextlib.suppress(NotSupported):
-        _call(communicator, case, arrays, None)
+        _call(communicator, case, arrays, None, place.keywords)
+        communicator.synchronize()
         outcome.note("refusal", "the call was made; NotSupported was expected")
 
 
-def _results(
-    communicator: Communicator, case: Case, oracle: Oracle, outcome: Outcome, arena: Arena | None
-) -> None:
-    if case.reduces:
-        expected = oracle.exact(case)
-        buffers = _round(communicator, case, expected, outcome, arena)
-        _compare(buffers, expected, "exact", outcome)
-    expected = oracle.random(case)
-    buffers = _round(communicator, case, expected, outcome, arena)
-    _compare(buffers, expected, "reference", outcome)
-    _deviate(buffers, expected, outcome)
-    first = [x.copy() for x in buffers.results()]
-    if case.collective in ("allreduce", "all_gather", "broadcast"):
-        for rank, result in zip(communicator.ranks[1:], first[1:], strict=True):
-            outcome.note("ranks", first_difference(result, first[0]), rank=rank)
-        outcome.digest = hashlib.blake2b(first[0].tobytes(), digest_size=8).hexdigest()
-    buffers = _round(communicator, case, expected, outcome, arena)
-    for rank, result, before in zip(communicator.ranks, buffers.results(), first, strict=True):
-        outcome.note("repeat", first_difference(result, before), rank=rank)
+@dataclass(frozen=True)
+class _Trial:
+    """One case that is to give results."""
 
+    communicator: Communicator
+    case: Case
+    outcome: Outcome
+    place: Place
 
-def _round(
-    communicator: Communicator,
-    case: Case,
-    expected: Expectation,
-    outcome: Outcome,
-    arena: Arena | None,
-) -> Buffers:
-    """One call; what must not change is checked here."""
-    buffers = Buffers(case, expected.inputs, communicator.ranks, arena)
-    _call(communicator, case, buffers.inputs(), None if case.in_place else buffers.results())
-    for rank, message in buffers.overwritten():
-        outcome.note("guard", message, rank=rank)
-    for rank, message in buffers.modified():
-        outcome.note("input", message, rank=rank)
-    return buffers
+    def run(self, oracle: Oracle) -> None:
+        """Three calls, one after the other without a look in between: inputs that do not round,
+        inputs that do, and these again.
+        """
+        case, outcome, ranks = self.case, self.outcome, self.communicator.ranks
+        self.place.begin(shared=VARIANTS[case.variant].access == "direct")
+        exact = oracle.exact(case) if case.reduces else None
+        random = oracle.random(case)
+        given = [each for each in (exact, random, random) if each is not None]
+        rounds = [Buffers(case, each.inputs, ranks, self.place) for each in given]
+        self.place.bring()
+        for buffers in rounds:
+            _call(self.communicator, case, *buffers.given(), self.place.keywords)
+        self.place.fetch()
+        for buffers in rounds:
+            self._look_around(buffers)
+        if exact is not None:
+            _compare(rounds[0], exact, "exact", outcome)
+        *_, first, again = rounds
+        _compare(first, random, "reference", outcome)
+        _deviate(first, random, outcome)
+        results = first.results()
+        if case.collective in ("allreduce", "all_gather", "broadcast"):
+            for rank, result in zip(ranks[1:], results[1:], strict=True):
+                outcome.note("ranks", first_difference(result, results[0]), rank=rank)
+            outcome.digest = hashlib.blake2b(results[0].tobytes(), digest_size=8).hexdigest()
+        for rank, result, before in zip(ranks, again.results(), results, strict=True):
+            outcome.note("repeat", first_difference(result, before), rank=rank)
+
+    def _look_around(self, buffers: Buffers) -> None:
+        """What must not change."""
+        for rank, message in buffers.overwritten():
+            self.outcome.note("guard", message, rank=rank)
+        for rank, message in buffers.modified():
+            self.outcome.note("input", message, rank=rank)
 
 
 def _call(
-    communicator: Communicator, case: Case, arrays: list[Array], outs: list[Array] | None
+    communicator: Communicator,
+    case: Case,
+    arrays: list[Any],
+    outs: list[Any] | None,
+    keywords: Mapping[str, Any],
 ) -> None:
-    """The call itself, without a keyword that the case does not force: the short way is one too."""
+    """The call itself, without a keyword that neither the case nor the place of its arrays forces:
+    the short way is one too.
+    """
     one = len(communicator.ranks) == 1
     given: Any = arrays[0] if one else arrays
     out: Any = outs if outs is None or not one else outs[0]
     if case.collective == "allreduce":
         variant = VARIANTS[case.variant]
-        keywords = {"chunk_bytes": case.chunk_bytes, "nchannels": case.nchannels, **vars(variant)}
-        forced = {name: value for name, value in keywords.items() if value is not None}
-        communicator.allreduce(given, out, op=case.op, **forced)
+        forced = {"chunk_bytes": case.chunk_bytes, "nchannels": case.nchannels, **vars(variant)}
+        forced = {name: value for name, value in forced.items() if value is not None}
+        communicator.allreduce(given, out, op=case.op, **forced, **keywords)
     elif case.collective == "reduce":
-        communicator.reduce(given, out, root=case.root, op=case.op)
+        communicator.reduce(given, out, root=case.root, op=case.op, **keywords)
     elif case.collective == "reduce_scatter":
-        communicator.reduce_scatter(given, out, op=case.op)
+        communicator.reduce_scatter(given, out, op=case.op, **keywords)
     elif case.collective == "all_gather":
-        communicator.all_gather(given, out)
+        communicator.all_gather(given, out, **keywords)
     else:
-        communicator.broadcast(given, root=case.root)
+        communicator.broadcast(given, root=case.root, **keywords)
 
 
 def _compare(buffers: Buffers, expected: Expectation, check: str, outcome: Outcome) -> None:

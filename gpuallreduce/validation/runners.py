@@ -1,4 +1,4 @@
-"""The two places where cases run: ranks that are threads of this process, or a process each.
+"""Where cases run: ranks that are threads of this process, GPUs of this process, or a process each.
 
 Knows nothing of what cases check or of how outcomes are shown.
 """
@@ -16,13 +16,25 @@ from gpuallreduce.bootstrap.launch import launch
 from gpuallreduce.bootstrap.python import module_command
 from gpuallreduce.checks import Deviation
 from gpuallreduce.communicator import Communicator
+from gpuallreduce.devices.cuda_runtime import find_gpu
+from gpuallreduce.jit_cuda import Target
 from gpuallreduce.topology import Topology, available_cores, host_topology
-from gpuallreduce.validation.build import Builder, kernel_of
+from gpuallreduce.validation.build import Builder, kernel_of, kernels_of, target_of_gpu
 from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.places import needs_shared, place_of
 from gpuallreduce.validation.run import Finding, Outcome
 from gpuallreduce.validation.session import run_cases
 
-__all__ = ["CALL_TIMEOUT_S", "ProcessRunner", "Runner", "ThreadRunner", "decode", "encode"]
+__all__ = [
+    "CALL_TIMEOUT_S",
+    "CudaProcessRunner",
+    "CudaRunner",
+    "ProcessRunner",
+    "Runner",
+    "ThreadRunner",
+    "decode",
+    "encode",
+]
 
 CALL_TIMEOUT_S = 30.0
 
@@ -38,15 +50,16 @@ class Runner(Protocol):
 
 
 class _Base:
-    """What both have: how many ranks, which seed, and how many kernels were needed."""
+    """What all have: how many ranks, which seed, and how many kernels were needed."""
 
     def __init__(self, nranks: int, seed: int) -> None:
         self.nranks, self.seed = nranks, seed
         self.kernels = 0
 
-    def _builder(self, cases: Sequence[Case], topology: Topology) -> Builder:
-        kernels = (kernel_of(case, topology) for case in cases)
-        builder = Builder((kernel for kernel in kernels if kernel is not None), available_cores())
+    def _builder(
+        self, cases: Sequence[Case], topology: Topology, target: Target | None = None
+    ) -> Builder:
+        builder = Builder(kernels_of(cases, topology), available_cores(), target=target)
         self.kernels = max(self.kernels, len(builder))
         return builder
 
@@ -70,24 +83,63 @@ class ThreadRunner(_Base):
         return f"{self.nranks} host ranks, threads of one process"
 
 
-class ProcessRunner(_Base):
-    """A process for each rank; all kernels compile first, so that no two ranks compile one."""
+class CudaRunner(_Base):
+    """A GPU of this process for each rank; cases run while later kernels compile."""
+
+    def __init__(self, devices: Sequence[str], seed: int) -> None:
+        """With the name of each rank's GPU."""
+        super().__init__(len(devices), seed)
+        self.devices = list(devices)
+
+    def _open(self) -> Communicator:
+        return Communicator(self.devices, timeout=CALL_TIMEOUT_S)
 
     def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
         """See Runner."""
-        topology = host_topology(self.nranks, cores=available_cores(), one_process=False)
-        with self._builder(cases, topology) as builder:
-            for case in cases:
-                builder.wait(kernel_of(case, topology))
+        with self._open() as communicator:
+            topology = communicator.topology
+        with self._builder(cases, topology, target_of_gpu(self.devices[0])) as builder:
+            yield from run_cases(
+                cases,
+                self._open,
+                seed=self.seed,
+                make_place=lambda communicator: place_of(communicator, shared=needs_shared(cases)),
+                before=lambda case: builder.wait(kernel_of(case, topology)),
+            )
+
+    def describe(self) -> str:
+        """See Runner."""
+        kinds = dict.fromkeys(find_gpu(name).name for name in self.devices)
+        return f"ranks on {', '.join(self.devices)} ({', '.join(kinds)}), one process"
+
+
+class ProcessRunner(_Base):
+    """A process for each rank; all kernels compile first, so that no two ranks compile one."""
+
+    device = "host"
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """See Runner."""
+        self._prepare(cases)
         with tempfile.TemporaryDirectory(prefix="gpuallreduce-validate-") as name:
             folder = Path(name)
-            rows = [dataclasses.asdict(case) for case in cases]
-            (folder / "cases.json").write_text(json.dumps({"seed": self.seed, "cases": rows}))
+            task = {
+                "seed": self.seed,
+                "device": self.device,
+                "cases": [dataclasses.asdict(case) for case in cases],
+            }
+            (folder / "cases.json").write_text(json.dumps(task))
             command = module_command("gpuallreduce.validation.worker", name)
             status = launch(self.nranks, command, stdout=2)
             if status >= 128 and status - 128 == 2:
                 raise KeyboardInterrupt
             yield from self._gathered(folder, len(cases), status)
+
+    def _prepare(self, cases: Sequence[Case]) -> None:
+        topology = host_topology(self.nranks, cores=available_cores(), one_process=False)
+        with self._builder(cases, topology) as builder:
+            for case in cases:
+                builder.wait(kernel_of(case, topology))
 
     def describe(self) -> str:
         """See Runner."""
@@ -102,6 +154,21 @@ class ProcessRunner(_Base):
             late = [rank for rank, lines in enumerate(ranks) if len(lines) == done]
             what = f"the job ended here with exit status {status}; ranks {late} had not finished"
             yield Outcome([Finding("raised", what)])
+
+
+class CudaProcessRunner(ProcessRunner):
+    """A process with a GPU for each rank. They share out the kernels to compile among themselves:
+    only they know how their GPUs reach each other, which decides what runs.
+    """
+
+    device = "cuda"
+
+    def _prepare(self, cases: Sequence[Case]) -> None:
+        """The ranks do."""
+
+    def describe(self) -> str:
+        """See Runner."""
+        return f"{self.nranks} CUDA ranks, a process each"
 
 
 def encode(outcome: Outcome) -> str:
@@ -124,7 +191,7 @@ def _lines(path: Path) -> list[str]:
 
 def _merged(outcomes: list[Outcome]) -> Outcome:
     """One outcome out of those of all ranks, whose results must be equal."""
-    merged = Outcome(digest=outcomes[0].digest)
+    merged = Outcome(digest=outcomes[0].digest, left_out=outcomes[0].left_out)
     for rank, outcome in enumerate(outcomes):
         for finding in outcome.findings:
             by = "" if finding.message.startswith("rank ") else f"rank {rank}: "

@@ -5,13 +5,14 @@ Knows nothing of how a communicator comes to be.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from gpuallreduce.communicator import Communicator
-from gpuallreduce.errors import CompileError
-from gpuallreduce.validation.buffers import Arena
+from gpuallreduce.errors import CompileError, Error
 from gpuallreduce.validation.cases import Case
 from gpuallreduce.validation.oracle import Oracle
+from gpuallreduce.validation.places import HostPlace, Place
 from gpuallreduce.validation.run import Finding, Outcome, run_case
 
 __all__ = ["run_cases"]
@@ -24,7 +25,9 @@ def run_cases(
     open_communicator: Callable[[], Communicator],
     *,
     seed: int,
-    with_arena: bool = False,
+    make_place: Callable[[Communicator], Place] = lambda communicator: HostPlace(
+        communicator, shared=False
+    ),
     before: Callable[[Case], None] | None = None,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each case, as soon as it is there; ends early if too many broke.
@@ -33,24 +36,25 @@ def run_cases(
         cases: on every rank the same.
         open_communicator: makes the first communicator, and another after each case that broke it.
         seed: of the inputs.
-        with_arena: make memory that peers can address.
+        make_place: makes the memory of a communicator's arrays.
         before: called before each case; a CompileError of it becomes the case's outcome.
     """
     communicator = open_communicator()
     broken = 0
     try:
-        arena = Arena(communicator) if with_arena else None
+        place = make_place(communicator)
         oracle = Oracle(communicator.nranks, seed)
         for case in cases:
-            outcome = _prepared(case, before) or run_case(communicator, case, oracle, arena)
+            outcome = _prepared(case, before) or run_case(communicator, case, oracle, place)
             broken += outcome.broken
             yield outcome
             if broken == _BROKEN_LIMIT:
                 return
             if outcome.broken:
-                communicator.close()
+                with contextlib.suppress(Error):  # the outcome says more
+                    communicator.close()
                 communicator = open_communicator()
-                arena = Arena(communicator) if with_arena else None
+                place = make_place(communicator)
     finally:
         communicator.close()
 

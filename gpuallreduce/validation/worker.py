@@ -5,33 +5,62 @@ Knows nothing of the other ranks' outcomes: whoever launched it compares them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpuallreduce.api import init
 from gpuallreduce.bootstrap.environment import RANK
-from gpuallreduce.validation.cases import VARIANTS, Case
+from gpuallreduce.communicator import Communicator
+from gpuallreduce.errors import CompileError
+from gpuallreduce.topology import available_cores
+from gpuallreduce.validation.build import Builder, kernels_of, target_of_gpu
+from gpuallreduce.validation.cases import Case
+from gpuallreduce.validation.places import needs_shared, place_of
 from gpuallreduce.validation.runners import CALL_TIMEOUT_S, encode
 from gpuallreduce.validation.session import run_cases
 
 __all__ = ["main"]
+
+COMPILE_TIMEOUT_S = 3600.0
 
 
 def main(folder: Path, rank: str) -> int:
     """Runs the cases in a folder and writes a line for each as soon as it is done."""
     task = json.loads((folder / "cases.json").read_text())
     cases = [Case(**row) for row in task["cases"]]
-    direct = any(VARIANTS[case.variant].access == "direct" for case in cases)
+    shared = needs_shared(cases)
+    if task["device"] == "cuda":
+        with init(device="cuda", timeout=COMPILE_TIMEOUT_S) as communicator:
+            _compile(communicator, cases)
     outcomes = run_cases(
-        cases, lambda: init(timeout=CALL_TIMEOUT_S), seed=task["seed"], with_arena=direct
+        cases,
+        lambda: init(device=task["device"], timeout=CALL_TIMEOUT_S),
+        seed=task["seed"],
+        make_place=lambda communicator: place_of(communicator, shared=shared),
     )
     with (folder / f"rank-{rank}.jsonl").open("w") as file:
         for outcome in outcomes:
             file.write(encode(outcome) + "\n")
             file.flush()
     return 0
+
+
+def _compile(communicator: Communicator, cases: Sequence[Case]) -> None:
+    """Compiles this rank's share, and returns when all ranks have done so. A collective."""
+    kernels = kernels_of(cases, communicator.topology)
+    families = list(dict.fromkeys(kernel.family for kernel in kernels))
+    mine = set(families[communicator.rank :: communicator.nranks])
+    share = [kernel for kernel in kernels if kernel.family in mine]
+    workers = max(1, available_cores() // communicator.nranks)
+    with Builder(share, workers, target=target_of_gpu("cuda")) as builder:
+        for kernel in share:
+            with contextlib.suppress(CompileError):  # whoever runs it says so
+                builder.wait(kernel)
+    communicator.barrier()
 
 
 if __name__ == "__main__":
