@@ -60,7 +60,7 @@ class Orchestrator:
         self.segments = Segments(buffer, controls, layout, device)
         marks = device.arguments(reports_offset=layout.reports, nranks=layout.nranks)
         set_table(marks, "controls", controls.table)
-        device.watch(marks, transport.processes())
+        device.watch(marks, transport.processes(), controls)
 
     def arguments(self, plan: Plan, rank: int, *, timeout_s: float | None) -> LaunchArgs:
         """A plan's kernel arguments on one rank, all but a call's addresses and its detail."""

@@ -111,12 +111,13 @@ class Device(Protocol):
     def remove_symmetric(self, begin: int) -> None:
         """The buffer that began there is gone."""
 
-    def watch(self, args: Any, processes: Mapping[int, int]) -> None:
+    def watch(self, args: Any, processes: Mapping[int, int], keep: Any) -> None:
         """Marks a rank as lost when its process ends.
 
         Args:
             args: any launch's arguments, for where reports lie.
             processes: for each rank a descriptor that is readable once its process has ended.
+            keep: the control blocks, where the mark is left.
         """
 
     def close(self) -> None:

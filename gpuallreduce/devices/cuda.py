@@ -8,18 +8,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gpuallreduce.args import LOST, GarDeviceArgs, GarReport
+from gpuallreduce.args import GarDeviceArgs
 from gpuallreduce.arrays import Array
 from gpuallreduce.devices.cuda_arrays import CudaArrays
+from gpuallreduce.devices.cuda_control import ControlWords, LostWatch
 from gpuallreduce.devices.cuda_memory import collect
 from gpuallreduce.devices.cuda_quick import QuickCalls, QuickLaunch
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of
@@ -28,7 +27,6 @@ from gpuallreduce.devices.cuda_strided import MAX_BLOCK, plan_move
 from gpuallreduce.errors import DeviceError, InvalidArgument, NotSupported
 from gpuallreduce.jit import Kernel
 from gpuallreduce.jit_cuda import device_code, target_of
-from gpuallreduce.memory import REPORT_BYTES
 from gpuallreduce.plan import Plan
 
 __all__ = ["CudaDevice", "argument", "load"]
@@ -69,7 +67,7 @@ def argument(struct: ctypes.Structure) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, np.dtype((np.void, ctypes.sizeof(struct))))
 
 
-class CudaDevice:
+class CudaDevice(ControlWords):
     """The GPUs of one communicator's local ranks. See devices.base.Device.
 
     Launches are ordered on streams and return at once. NOTE one thread launches all local ranks:
@@ -103,8 +101,7 @@ class CudaDevice:
         self.arrays = CudaArrays(self.ordinals, self._stream_of, self._move, peers=peers)
         self._quick = QuickCalls(self._cupy.ndarray, self.ordinals, self.arrays.is_addressable)
         self._process = os.getpid()
-        self._stop_fd: int | None = None
-        self._fence = threading.Lock()
+        self._watch: LostWatch | None = None
 
     def _stream_of(self, local: int) -> Any:
         return self.lanes[local].stream
@@ -256,9 +253,8 @@ class CudaDevice:
 
     def close(self) -> None:
         """Ends the watch over other processes."""
-        if self._stop_fd is not None and not self.forked:
-            os.eventfd_write(self._stop_fd, 1)
-            self._stop_fd = None
+        if self._watch is not None and not self.forked:
+            self._watch.stop()
 
     # ---- words --------------------------------------------------------------------------------
 
@@ -282,41 +278,9 @@ class CudaDevice:
                 runtime.memcpyAsync(target, source, 8, COPY_DEFAULT, stream.ptr)
             stream.synchronize()
 
-    # Words of control blocks are aligned, so that the interpreter's copy of 8 bytes is one access;
-    # the lock orders it among others on machines that reorder loads.
-
-    def load_acquire(self, address: int) -> int:
+    def watch(self, args: Any, processes: Mapping[int, int], keep: Any) -> None:
         """See Device."""
-        value = ctypes.c_uint64.from_address(address).value
-        with self._fence:
-            return value
-
-    def store_release(self, address: int, value: int) -> None:
-        """See Device."""
-        with self._fence:
-            ctypes.c_uint64.from_address(address).value = value
-
-    def claim(self, address: int) -> bool:
-        """See Device. A kernel of this rank may claim the word at the same time; then the host's
-        mere code and the kernel's report go to the same place, and either tells the truth.
-        """
-        word = ctypes.c_uint64.from_address(address)
-        with self._fence:
-            mine, word.value = word.value == 0, 1
-        return mine
-
-    def watch(self, args: Any, processes: Mapping[int, int]) -> None:
-        """See Device. A thread of its own waits for the processes to end."""
-        if not processes:
-            return
-        stop = os.eventfd(0)
-        self._stop_fd = stop
-        # The thread must not keep the communicator alive, nor the interpreter.
-        finish = weakref.finalize(self, os.eventfd_write, stop, 1)
-        finish.atexit = False
-        threading.Thread(
-            target=_mark_lost, args=(args, dict(processes), stop), daemon=True, name="gar-watch"
-        ).start()
+        self._watch = LostWatch(args, processes, keep) if processes else None
 
 
 def _wait_until(done: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
@@ -327,25 +291,3 @@ def _wait_until(done: Callable[[], bool], meanwhile: Callable[[], None]) -> None
             meanwhile()
         time.sleep(nap_s)
         nap_s = min(LONGEST_NAP_S, nap_s * 1.5 + 1e-6)
-
-
-def _mark_lost(args: Any, processes: dict[int, int], stop: int) -> None:
-    """Leaves LOST in the name of each rank whose process ends, for waiting kernels to see; see NOTE
-    aborts in primitives.cuh.
-    """
-    ready = select.poll()
-    ranks = {fd: rank for rank, fd in processes.items()}
-    for fd in (*ranks, stop):
-        ready.register(fd, select.POLLIN)
-    while ranks:
-        for fd, _ in ready.poll():
-            if fd == stop:
-                os.close(stop)
-                return
-            ready.unregister(fd)
-            rank = ranks.pop(fd)
-            for owner in range(args.nranks):
-                at = args.controls[owner] + args.reports_offset + rank * REPORT_BYTES
-                report = GarReport.from_address(at)
-                if report.code == 0:
-                    report.code = LOST

@@ -189,12 +189,13 @@ class HostDevice:
         """Tells `call` that addresses in this range are part of a call's identity."""
         self._library.gar_host_add_symmetric(self._state, begin, begin + max(nbytes, 1))
 
-    def watch(self, args: GarArgs, processes: Mapping[int, int]) -> None:
+    def watch(self, args: GarArgs, processes: Mapping[int, int], keep: Any) -> None:
         """Marks a rank as lost when its process ends while a call waits.
 
         Args:
             args: any launch's arguments, for where segments and reports lie.
             processes: for each rank a descriptor that is readable once its process has ended.
+            keep: the control blocks; calls keep them alive.
         """
         count = len(processes)
         fds = (ctypes.c_int * count)(*processes.values())
