@@ -422,3 +422,25 @@ def test_host_memory_can_be_asked_for():
     first, second = done.stdout.splitlines()
     assert first == "pinned host memory (GPUALLREDUCE_REACH=host asks for it)"
     assert second == "GPUALLREDUCE_REACH='guest' is not known; there are peer and host"
+
+
+def test_arrays_in_host_memory_need_no_slots_where_gpus_do_not_reach_each_other():
+    body = """
+    import os
+    os.environ["GPUALLREDUCE_REACH"] = "host"
+    with gar.Communicator(names) as comm:
+        xs = comm.empty(5000)
+        plain = [put(name, np.ones(5000, np.float32)) for name in names]
+        print(comm.plan(xs, algorithm="two_shot").config.access)
+        print(comm.plan(plain, algorithm="two_shot").config.access)
+        for name, x in zip(names, xs):
+            with cupy.cuda.Device(int(name[5:])):
+                x.set(np.ones(5000, np.float32))
+                cupy.cuda.get_current_stream().synchronize()
+        comm.allreduce(xs, access="direct")
+        comm.synchronize()
+        assert all((x.get() == 4).all() for x in xs)
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["direct", "staged"]

@@ -20,7 +20,7 @@ from gpuallreduce.errors import InvalidArgument
 __all__ = ["CudaArrays", "gpu_with"]
 
 DLPACK_CUDA, DLPACK_CUDA_MANAGED = 2, 13
-MEMORY_MANAGED = 3  # cudaMemoryTypeManaged
+MEMORY_HOST = 1  # CU_MEMORYTYPE_HOST
 COPY_DEFAULT = 4  # cudaMemcpyDefault
 
 
@@ -182,12 +182,13 @@ class CudaArrays(Arrays):
         return not isinstance(array, _read_only_type())
 
     def is_addressable(self, array: Array) -> bool:
-        """Peers reach what cudaMalloc gave; memory pools of CUDA and managed memory have rules of
-        their own, so calls on them go through slots.
+        """Peers reach what cudaMalloc gave, and all GPUs pinned host memory; memory pools of CUDA
+        and managed memory have rules of their own, so calls on them go through slots.
         """
-        if not self._peers:
-            return False
-        return array.size == 0 or _plainly_allocated(int(array.data.ptr))
+        if array.size == 0:
+            return True
+        address = int(array.data.ptr)
+        return (self._peers and _plainly_allocated(address)) or _on_host(address)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], local: int) -> Array:
         """See Arrays."""
@@ -248,6 +249,17 @@ def _plainly_allocated(address: int) -> bool:
     """
     error, capable = _driver().cuPointerGetAttribute(_ipc_capable(), address)
     return bool(int(error) == 0 and capable)
+
+
+def _on_host(address: int) -> bool:
+    """Whether memory is pinned memory of the host, which unified addressing lets all GPUs reach."""
+    error, kind = _driver().cuPointerGetAttribute(_memory_type(), address)
+    return bool(int(error) == 0 and int(kind) == MEMORY_HOST)
+
+
+@functools.cache
+def _memory_type() -> Any:
+    return _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
 
 @functools.cache
