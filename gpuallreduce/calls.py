@@ -163,14 +163,7 @@ class Calls:
             engine = self._engine_for(prepared.plan)
             self.orchestrator.run(prepared.plan, prepared.args, addresses)
             if engine is not None:
-                engine.all_reduce(
-                    addresses.inputs,
-                    addresses.outputs,
-                    request.count,
-                    dtype=request.dtype,
-                    op=request.op,
-                    streams=self.device.streams(),
-                )
+                self._run_engine(engine, request, addresses)
             self._remember(prepared, bounds, options)
         for bound in bounds:
             if bound.finish is not None:
@@ -191,6 +184,21 @@ class Calls:
         self._engine.check_pair(plan.request.dtype, plan.request.op)
         return self._engine
 
+    def _run_engine(self, engine: Engine, request: Request, addresses: Addresses) -> None:
+        try:
+            engine.all_reduce(
+                addresses.inputs,
+                addresses.outputs,
+                request.count,
+                dtype=request.dtype,
+                op=request.op,
+                streams=self.device.streams(),
+            )
+        except BaseException:  # the others met us, and wait inside the engine
+            self.orchestrator.abort()
+            self.abort_engine()
+            raise
+
     def abort_engine(self) -> None:
         """Ends what the engine is waiting for; from any thread."""
         if self._engine is not None and not self._engine_aborted:
@@ -210,8 +218,8 @@ class Calls:
         """Whether every rank can address these arrays."""
         if self.topology.one_process:
             kind = self.device.arrays
-            arrays = (array for bound in bounds for array in (bound.source, bound.result))
-            return all(kind.is_addressable(array) for array in arrays)
+            # What kernels touch: copies of strided arrays come from whatever allocator is set.
+            return all(kind.is_addressable(array) for bound in bounds for array in bound.keep)
         addresses = [address for bound in bounds for address in (bound.input, bound.output)]
         return all(self.symmetric.find(address) is not None for address in addresses)
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from gpuallreduce.types import dtype_of, op_of, reduction
 __all__ = ["DEFAULT_TIMEOUT_S", "Communicator"]
 
 DEFAULT_TIMEOUT_S = 60.0
+_AnyError = TypeVar("_AnyError", bound=BaseException)
 
 
 class Communicator(Collectives):
@@ -414,18 +415,18 @@ class Communicator(Collectives):
                     return None  # the long way says why not
                 try:
                     return device.call(arrays, out, op)
-                except DeviceError as error:  # some local ranks may have been launched
+                except BaseException as error:  # some local ranks may have been launched
                     self._give_up(error)
                     raise
 
         return locked
 
-    def _give_up(self, error: Error) -> None:
-        """Lets the other ranks go: a device of this process has failed."""
+    def _give_up(self, error: BaseException) -> None:
+        """Lets the other ranks go: a device of this process has failed, or a call was cut short."""
         self._calls.orchestrator.abort()
         self._break(error)
 
-    def _break(self, error: Error) -> Error:
+    def _break(self, error: _AnyError) -> _AnyError:
         self._broken = self._broken or f"in an earlier call, {type(error).__name__}: {error}"
         self._device.close()
         self._calls.abort_engine()

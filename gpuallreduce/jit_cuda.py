@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -31,9 +32,14 @@ EMULATED_DEFINES = ("GAR_EMULATED",)
 Target = str  # sm_90: device code; compute_120: PTX; emulated: what emulated GPUs run
 
 
+# Threads that import cuda.core at once can see it half made: its parts import each other.
+_IMPORTING = threading.Lock()
+
+
 def _cuda_core() -> Any:
     try:
-        import cuda.core  # type: ignore[import-untyped]
+        with _IMPORTING:
+            import cuda.core  # type: ignore[import-untyped]
     except ImportError as error:
         raise CompileError(
             f"compiling for GPUs needs NVRTC through cuda-core, and it cannot be imported "

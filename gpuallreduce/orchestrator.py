@@ -15,7 +15,7 @@ from gpuallreduce.algorithms import ALGORITHMS, BY_NAME
 from gpuallreduce.algorithms.base import placed
 from gpuallreduce.args import ABORTED, CLOSED, GarReport, set_table
 from gpuallreduce.devices.base import Device, LaunchArgs
-from gpuallreduce.errors import DeviceError, Error
+from gpuallreduce.errors import CompileError, Error
 from gpuallreduce.memory import LINE_BYTES, Segments, layout_segment
 from gpuallreduce.plan import Plan
 from gpuallreduce.topology import Topology
@@ -106,8 +106,10 @@ class Orchestrator:
         config = plan.config
         try:
             done = self.device.launch(plan.kernel, args, config.nchannels, nthreads=config.nthreads)
-        except DeviceError:
-            if self.device.asynchronous:  # some local ranks may have been launched
+        except CompileError:
+            raise
+        except BaseException:  # KeyboardInterrupt too: some local ranks may have been launched
+            if self.device.asynchronous:
                 self.abort()
             raise
         if not done:

@@ -49,11 +49,10 @@ def compiled(arch: str) -> list[Function]:
     if not present or inspection.cuobjdump() is None:
         assert not os.environ.get("CI"), "cuda-core or cuobjdump is missing, and CI must have it"
         pytest.skip("cuda-core or cuobjdump is not installed")
-    first, *others = sample()[SAMPLES[arch]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The first one alone: it imports the compiler, which threads must not do at once.
-        ready = inspection.inspect(first, arch)
-        return [ready, *pool.map(lambda kernel: inspection.inspect(kernel, arch), others)]
+        return list(
+            pool.map(lambda kernel: inspection.inspect(kernel, arch), sample()[SAMPLES[arch]])
+        )
 
 
 @pytest.mark.slow

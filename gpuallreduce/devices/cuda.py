@@ -21,7 +21,7 @@ from gpuallreduce.devices.cuda_arrays import CudaArrays
 from gpuallreduce.devices.cuda_control import ControlWords, LostWatch
 from gpuallreduce.devices.cuda_memory import collect
 from gpuallreduce.devices.cuda_quick import QuickCalls, QuickLaunch
-from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of
+from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of, in_any_capture
 from gpuallreduce.devices.cuda_streams import Lane
 from gpuallreduce.devices.cuda_strided import MAX_BLOCK, plan_move
 from gpuallreduce.errors import DeviceError, InvalidArgument, NotSupported
@@ -35,6 +35,7 @@ COPY_DEFAULT = 4  # cudaMemcpyDefault
 LONGEST_NAP_S = 1e-3
 
 _load_lock = threading.Lock()
+_launching = threading.RLock()  # see NOTE one thread launches all local ranks
 _loaded: dict[tuple[Kernel, int], Any] = {}
 
 
@@ -53,7 +54,7 @@ def load(kernel: Kernel, ordinal: int) -> Any:
             gpu, cupy = gpu_of(ordinal), cupy_module()
             code = device_code(kernel, target_of(gpu.major, gpu.minor))
             what = f"loading {kernel.symbol} on cuda:{ordinal}"
-            with cuda_errors(what), cupy.cuda.Device(ordinal):
+            with _launching, cuda_errors(what), in_any_capture(), cupy.cuda.Device(ordinal):
                 module = cupy.cuda.function.Module()
                 module.load(code)
                 function = module.get_function(kernel.symbol)
@@ -73,7 +74,8 @@ class CudaDevice(ControlWords):
     Launches are ordered on streams and return at once. NOTE one thread launches all local ranks:
     their kernels wait for each other, so between the first launch and the last nothing may wait for
     a GPU. Kernels are loaded before the first, and no finalizer of the garbage collector runs in
-    between.
+    between; nor does another thread load kernels then, or launch another communicator's call, which
+    on streams that both use might come first on one GPU and second on the other.
     """
 
     arguments = GarDeviceArgs
@@ -170,7 +172,7 @@ class CudaDevice(ControlWords):
         collecting = gc.isenabled()
         gc.disable()  # see NOTE one thread launches all local ranks
         try:
-            with cuda_errors("launching a call"):
+            with _launching, cuda_errors("launching a call"):
                 for lane, function, each in zip(self.lanes, functions, arguments, strict=True):
                     lane.launch(function, nblocks, nthreads, each)
         finally:

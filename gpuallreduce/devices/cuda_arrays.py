@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gpuallreduce.arrays import Array, Arrays, Bound, HostArrays
-from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module
-from gpuallreduce.devices.cuda_streams import external_stream
+from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, in_any_capture
+from gpuallreduce.devices.cuda_streams import external_stream, is_capturing
 from gpuallreduce.errors import InvalidArgument
 
 __all__ = ["CudaArrays", "gpu_with"]
@@ -75,6 +75,7 @@ class CudaArrays(Arrays):
         self._move = move
         self._peers = peers
         self._host = HostArrays()
+        self._captured: list[Array] = []  # what graphs use whenever they are launched
 
     def check(self, array: Any, what: str, local: int) -> Array:
         """A CuPy array on the rank's GPU: the caller's, or a view of it."""
@@ -193,9 +194,14 @@ class CudaArrays(Arrays):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], local: int) -> Array:
         """See Arrays."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        with self._cupy.cuda.Device(self._ordinals[local]), self._stream_of(local):
+        ordinal, stream = self._ordinals[local], self._stream_of(local)
+        what = f"allocating {nbytes} bytes on cuda:{ordinal}"
+        with cuda_errors(what), in_any_capture(), self._cupy.cuda.Device(ordinal), stream:
             # Not cupy.empty, which knows no float8.
-            return self._cupy.ndarray(shape, dtype, self._cupy.cuda.alloc(nbytes))
+            array = self._cupy.ndarray(shape, dtype, self._cupy.cuda.alloc(nbytes))
+        if is_capturing(stream):
+            self._captured.append(array)
+        return array
 
     def packed(self, array: Array, local: int) -> Array:
         """See Arrays."""

@@ -65,7 +65,7 @@ class LostWatch:
         """
         self._stop_fd = os.eventfd(0)
         # Neither an unclosed communicator nor the interpreter's end may depend on the thread.
-        self._end = weakref.finalize(self, os.eventfd_write, self._stop_fd, 1)
+        self._end = weakref.finalize(self, _stop, self._stop_fd, os.getpid())
         self._end.atexit = False
         threading.Thread(
             target=_mark_lost,
@@ -77,6 +77,12 @@ class LostWatch:
     def stop(self) -> None:
         """Ends it; idempotent."""
         self._end()
+
+
+def _stop(fd: int, process: int) -> None:
+    """Not from a forked child, whose copy of the descriptor means the parent's thread."""
+    if os.getpid() == process:
+        os.eventfd_write(fd, 1)
 
 
 def _mark_lost(args: Any, processes: dict[int, int], stop: int, keep: Any) -> None:

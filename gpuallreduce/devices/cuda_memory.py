@@ -13,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
+from gpuallreduce.devices.cuda_runtime import (
+    cuda_errors,
+    cupy_module,
+    in_any_capture,
+    on_device,
+)
 from gpuallreduce.errors import DeviceError, NotSupported
 from gpuallreduce.memory import SharedPages
 
@@ -158,5 +163,10 @@ def collect() -> None:
     with _lock:
         blocks, _buried[:] = list(_buried), []
     for ordinal, address in blocks:
-        with on_device(ordinal), contextlib.suppress(DeviceError), cuda_errors("freeing"):
+        with (
+            on_device(ordinal),
+            in_any_capture(),
+            contextlib.suppress(DeviceError),
+            cuda_errors("freeing"),
+        ):
             cupy_module().cuda.runtime.free(address)

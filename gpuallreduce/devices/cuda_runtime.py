@@ -12,7 +12,16 @@ from typing import Any
 
 from gpuallreduce.errors import DeviceError, InvalidArgument, NotSupported
 
-__all__ = ["Gpu", "cuda_errors", "cupy_module", "device_count", "find_gpu", "gpu_of", "on_device"]
+__all__ = [
+    "Gpu",
+    "cuda_errors",
+    "cupy_module",
+    "device_count",
+    "find_gpu",
+    "gpu_of",
+    "in_any_capture",
+    "on_device",
+]
 
 INSTALL = "pip install 'gpuallreduce[cuda13]' for drivers of CUDA 13, '[cuda12]' for CUDA 12"
 
@@ -153,6 +162,22 @@ class on_device:
     def __exit__(self, *_: object) -> None:
         if self._before != self._ordinal:
             self._runtime.setDevice(self._before)
+
+
+class in_any_capture:
+    """Allows what CUDA refuses while a stream is captured, and what would spoil the capture, such
+    as to allocate, free or load; in a ``with``. This thread only.
+    """
+
+    def __enter__(self) -> None:
+        from cuda.bindings import driver
+
+        self._exchange = driver.cuThreadExchangeStreamCaptureMode
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _, self._before = self._exchange(relaxed)
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange(self._before)
 
 
 class cuda_errors:

@@ -11,8 +11,9 @@ from typing import Any
 from gpuallreduce.devices.cuda_runtime import cupy_module, on_device
 from gpuallreduce.errors import InvalidArgument
 
-__all__ = ["Lane", "external_stream"]
+__all__ = ["Lane", "external_stream", "is_capturing"]
 
+LEGACY_DEFAULT = (0, 1)  # no stream given, cudaStreamLegacy
 PER_THREAD_DEFAULT = 2  # cudaStreamPerThread
 SUCCESS, NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -41,9 +42,11 @@ class Lane:
 
     NOTE one call after the other. Step counters and slots are plain memory of a rank, so its calls
     must run in the order in which they were made, whatever streams they are on. A call on another
-    stream than the one before waits for an event that is recorded behind that one. A stream under
-    capture takes no part in this: CUDA allows no wait for work outside the graph, so a graph's
-    launches are ordered like any other work, by the stream that they are launched on.
+    stream than the one before waits for an event that is recorded behind that one. Where that
+    stream may be gone by then, and its number another's, the event is recorded when the call ends,
+    behind all that it put there. A call under capture takes no part in this: CUDA allows no wait
+    for work outside the graph, so a graph's launches are ordered like any other work, by the stream
+    that they are launched on; calls outside follow each other as if it were not there.
 
     NOTE ranks of one GPU. Their kernels wait for each other, so they must be able to run at the
     same time: not one behind the other on one stream, nor on two that CUDA's legacy default stream
@@ -71,7 +74,8 @@ class Lane:
         if shared:
             with self._device:
                 self._own = self._cupy.cuda.Stream(non_blocking=True)
-        self._key: Any = None  # of the stream of the call before
+        self._last: Any = self.stream  # of the last call outside of graphs
+        self._key: Any = None  # of that stream
         self._may_vanish = False  # others destroy it, or no other thread can name it
         self._event: Any = None  # behind that call, where its stream may be gone by now
 
@@ -90,14 +94,17 @@ class Lane:
                 self._own.wait_event(self._recorded(chosen))
             self.stream, self._callers = self._own, chosen
             return
+        self.stream = chosen
+        if is_capturing(chosen):
+            return
         key = self._identity(chosen)
-        if self._key is not None and key != self._key and not _capturing(chosen):
+        if self._key is not None and (key != self._key or self._event is not None):
             with self._device:
-                if self._event is None and not _capturing(self.stream):
-                    self._event = self._recorded(self.stream)
+                if self._event is None and not is_capturing(self._last):
+                    self._event = self._recorded(self._last)
                 if self._event is not None:
                     chosen.wait_event(self._event)
-        self.stream, self._key, self._event = chosen, key, None
+        self._last, self._key, self._event = chosen, key, None
         self._may_vanish = may_vanish or chosen.ptr == PER_THREAD_DEFAULT
 
     def end(self) -> None:
@@ -106,24 +113,26 @@ class Lane:
             with self._device:
                 self._callers.wait_event(self._recorded(self._own))
             self._callers = None
+        elif self._may_vanish and self.stream is self._last and not is_capturing(self._last):
+            with self._device:
+                self._event = self._recorded(self._last)
 
     def launch(self, function: Any, nblocks: int, nthreads: int, argument: Any) -> None:
         """Launches a kernel on the call's stream."""
         with on_device(self.ordinal):
             function((nblocks, 1, 1), (nthreads, 1, 1), (argument,), stream=self.stream)
-            if self._may_vanish and not _capturing(self.stream):
-                self._event = self._recorded(self.stream)
 
     def done(self) -> bool:
         """Whether everything on the stream of the last call has ended. Raises CUDA's errors."""
         runtime = self._cupy.cuda.runtime
+        last = self._last if self._own is None else self._own
         with on_device(self.ordinal):
             if self._event is not None:
                 status = runtime.eventQuery(self._event.ptr)
-            elif _capturing(self.stream):
+            elif is_capturing(last):
                 return True
             else:
-                status = runtime.streamQuery(self.stream.ptr)
+                status = runtime.streamQuery(last.ptr)
         if status not in (SUCCESS, NOT_READY):  # which CuPy's own ``done`` takes for not done
             raise runtime.CUDARuntimeError(status)
         return bool(status == SUCCESS)
@@ -136,10 +145,10 @@ class Lane:
 
     def _chosen(self, stream: Any) -> tuple[Any, bool]:
         """The stream as CuPy's, and whether others may destroy it meanwhile."""
+        kind = self._cupy.cuda.Stream
         if stream is None:
-            return self._cupy.cuda.get_current_stream(self.ordinal), False
-        foreign = not isinstance(stream, self._cupy.cuda.Stream)
-        if foreign:
+            stream = self._cupy.cuda.get_current_stream(self.ordinal)
+        if not isinstance(stream, kind | self._cupy.cuda.ExternalStream):
             if not hasattr(stream, "__cuda_stream__"):
                 raise InvalidArgument(
                     f"stream={stream!r} is no stream: give a cupy.cuda.Stream, or anything with "
@@ -152,7 +161,9 @@ class Lane:
                 f"stream={stream!r} belongs to cuda:{stream.device_id}, the rank runs on "
                 f"cuda:{self.ordinal}"
             )
-        return stream, foreign
+        # CuPy knows the GPU of the streams that it made.
+        made = isinstance(stream, kind) and stream.device_id >= 0
+        return stream, not made and stream.ptr not in LEGACY_DEFAULT
 
     def _identity(self, stream: Any) -> Any:
         """Equal for streams in which work follows in order."""
@@ -161,6 +172,6 @@ class Lane:
         return stream.ptr
 
 
-def _capturing(stream: Any) -> bool:
+def is_capturing(stream: Any) -> bool:
     """Whether work on the stream becomes part of a graph."""
     return stream.ptr != 0 and bool(stream.is_capturing())

@@ -1,0 +1,60 @@
+"""The sizes that a call's plan gives to its steps, as schedules use them.
+
+Knows nothing of machines or links.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpuallreduce.plan import Plan
+
+__all__ = ["Geometry", "of_plan", "pieces"]
+
+LANES = 4
+LEAST_CHUNK_BYTES = 1024  # with more than 512 ranks a plan's slots round down to nothing
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a call cuts its array.
+
+    NOTE lanes. A rank's channels do the same with equal parts of the array, so they are simulated
+    in few groups, the lanes: enough that one uses a link while another waits for flags.
+
+    Attributes:
+        nbytes: of one rank's array.
+        step_bytes: what all channels of a rank together move in a step: one chunk each.
+        lanes: groups of channels.
+        wide: bytes of a partial for each byte of an element.
+        phase_steps: steps of each phase of a ring; None: as many as it has.
+    """
+
+    nbytes: float
+    step_bytes: float
+    lanes: int = 1
+    wide: float = 1.0
+    phase_steps: int | None = None
+
+    def lane_bytes(self) -> list[float]:
+        """Bytes of the array that each lane handles."""
+        return [self.nbytes / self.lanes] * self.lanes
+
+
+def of_plan(plan: Plan, wide: float, lanes: int = LANES) -> Geometry:
+    """The geometry of a plan."""
+    config, itemsize = plan.config, plan.request.dtype.itemsize
+    chunk = max(config.chunk_count * itemsize, LEAST_CHUNK_BYTES)
+    return Geometry(
+        float(plan.request.nbytes),
+        float(chunk * config.nchannels),
+        max(1, min(lanes, config.nchannels)),
+        wide,
+    )
+
+
+def pieces(nbytes: float, each: float) -> list[float]:
+    """Bytes cut in pieces of ``each`` and a rest; nothing is one empty piece, as in the kernels."""
+    count = max(1, math.ceil(nbytes / each - 1e-9)) if each > 0 else 1
+    return [each] * (count - 1) + [nbytes - each * (count - 1)]
