@@ -19,7 +19,7 @@ from emulated_gpu.activate import environment
 from emulated_gpu.child import in_child
 from emulated_gpu.handmade import LIMIT_NS, Image, call, compile_image, current, read, status, write
 
-pytest.importorskip("cupy")
+pytest.importorskip("cupy_backends")
 pytest.importorskip("cuda.bindings.driver")
 
 HERE = Path(__file__).parent

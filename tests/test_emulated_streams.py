@@ -14,7 +14,7 @@ import pytest
 from emulated_gpu.child import in_child, run_in_child
 from emulated_gpu.handmade import LIMIT_NS, Image, call, compile_image, current, read, status, write
 
-pytest.importorskip("cupy")
+pytest.importorskip("cupy_backends")
 pytest.importorskip("cuda.bindings.driver")
 
 NON_BLOCKING = 1

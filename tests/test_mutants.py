@@ -84,7 +84,7 @@ def test_every_note_of_the_kernels_has_a_mutant() -> None:
     for path in jit.kernels_folder().iterdir():
         if path.suffix in (".cuh", ".h", ".cpp"):
             notes |= set(re.findall(r"// NOTE ([^.:]+)[.:]", path.read_text(encoding="utf-8")))
-    assert notes == {mutant.note for mutant in MUTANTS}
+    assert notes == {mutant.note for mutant in MUTANTS} | {"probe"}  # broken in test_probe.py
 
 
 def test_mutants_differ() -> None:
