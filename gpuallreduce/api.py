@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,14 +75,16 @@ def init(
 
 
 _communicators: dict[tuple[str, ...], Communicator] = {}
+_keeping = threading.RLock()  # threads that come at once share one
 
 
 def _kept(devices: tuple[str, ...]) -> Communicator:
     """The communicator of these devices; a new one after a fork, or once it cannot be used."""
-    communicator = _communicators.get(devices)
-    if communicator is None or not communicator.usable:
-        communicator = _communicators[devices] = Communicator(devices)
-    return communicator
+    with _keeping:
+        communicator = _communicators.get(devices)
+        if communicator is None or not communicator.usable:
+            communicator = _communicators[devices] = Communicator(devices)
+        return communicator
 
 
 def _device_of(array: Any) -> str:

@@ -125,6 +125,10 @@ class Arrays(ABC):
         """``target[...] = source`` for arrays of one shape and dtype."""
 
     @abstractmethod
+    def ready_to_assign(self, target: Array, source: Array, local: int) -> None:
+        """Raises now what ``assign`` would otherwise raise once a call has been made."""
+
+    @abstractmethod
     def copy_bytes(self, bound: Bound, local: int) -> None:
         """Copies a bound input to its output, bit for bit."""
 
@@ -156,6 +160,7 @@ class Arrays(ABC):
         packed = self.packed(array, local)
         at = self.address(packed)
         shaped = packed.reshape(target.shape)
+        self.ready_to_assign(target, shaped, local)
 
         def finish() -> None:
             self.assign(target, shaped, local)
@@ -207,6 +212,7 @@ class Arrays(ABC):
             target = self.address(out)
             return Bound(source, target, count, digest, False, array, out, None, (packed, out))
         dense = self.empty(out.shape, out.dtype, local)
+        self.ready_to_assign(out, dense, local)
         target = self.address(dense)
 
         def finish() -> None:
@@ -309,6 +315,9 @@ class HostArrays(Arrays):
     def assign(self, target: Array, source: Array, local: int) -> None:
         """See Arrays."""
         target[...] = source
+
+    def ready_to_assign(self, target: Array, source: Array, local: int) -> None:
+        """NumPy copies between any strides."""
 
     def copy_bytes(self, bound: Bound, local: int) -> None:
         """See Arrays."""

@@ -98,9 +98,11 @@ class Calls:
 
     def end(self) -> None:
         """Leaves the ranks; no call may be running. Arrays over symmetric buffers may live on."""
-        self.orchestrator.depart()
+        self.orchestrator.leave()
         if self._engine is not None:
             self._engine.close()
+        self.transport.let_go()
+        self.orchestrator.depart()
         self.transport.close(self.orchestrator.departed)
         self.forget()
         self.symmetric.clear()

@@ -20,6 +20,7 @@ import numpy as np
 from gpuallreduce.arrays import Array
 from gpuallreduce.calls import Calls, Options
 from gpuallreduce.collectives import Collectives
+from gpuallreduce.devices.base import Device
 from gpuallreduce.errors import (
     Aborted,
     Closed,
@@ -95,13 +96,22 @@ class Communicator(Collectives):
         self.ranks = transport.ranks
         self.topology = topology
         self._device = placement.device
-        self._calls = Calls(placement, timeout=check_timeout(timeout))
+        try:
+            self._calls = Calls(placement, timeout=check_timeout(timeout))
+        except BaseException:
+            transport.close()  # no kernel of any rank has run
+            raise
         self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
         self._fuser = Fuser(len(self.ranks), self._device.arrays)
         self._call = self._short_way()
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()
+        self._dropped: Any = None
+        if self._device.asynchronous:
+            _end_dropped()
+            self._dropped = weakref.finalize(self, _lay_aside, self._device, self._calls)
+            self._dropped.atexit = False
         _open_communicators.add(self)
 
     # ---- state ----------------------------------------------------------------------------------
@@ -158,6 +168,9 @@ class Communicator(Collectives):
         if self._closed:
             return
         self._closed = True
+        if self._dropped is not None:
+            self._dropped.detach()
+            _end_dropped()
         self._device.close()
         if self._device.forked:
             return  # all that could be closed is the parent's
@@ -323,6 +336,10 @@ class Communicator(Collectives):
         A collective: all ranks call it, with equal sizes, and all must then bring such arrays to a
         call, at equal offsets: whether peers are let at the arrays is part of what must match.
 
+        On CUDA devices with one process per rank, and where arrays lie in pinned host memory, the
+        memory is given back only when all ranks have closed the communicator: make such arrays
+        once, and use them no longer than that. Elsewhere it lives as long as the arrays.
+
         Returns:
             An array of zeros; with several local ranks a list of them.
         """
@@ -371,7 +388,11 @@ class Communicator(Collectives):
         with self._lock:
             self._check_usable()
             try:
-                self._device.begin(stream)
+                try:
+                    self._device.begin(stream)
+                except DeviceError as error:  # this rank will not come again
+                    self._give_up(error)
+                    raise
                 try:
                     yield
                 finally:
@@ -449,11 +470,32 @@ def _no_call(arrays: Any, out: Any, op: str) -> None:
     return None
 
 
+# NOTE dropped communicators. Who drops one without closing it may have calls on GPUs that run, and
+# its finalizer may run anywhere, where nothing may be waited for. So what it is made of is laid
+# aside, and ended when another communicator is made or closed, or with the interpreter.
+_dropped: list[tuple[Device, Calls]] = []
+
+
+def _lay_aside(device: Device, calls: Calls) -> None:
+    _dropped.append((device, calls))
+
+
+def _end_dropped() -> None:
+    while _dropped:
+        device, calls = _dropped.pop()
+        if not device.forked:
+            device.close()
+            device.drain(calls.look_out, calls.orchestrator.abort)
+            with suppress(Error):  # nobody is left to catch it
+                calls.end()
+
+
 _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
+    _end_dropped()
     for communicator in list(_open_communicators):
         try:
             communicator.close()

@@ -138,12 +138,12 @@ class Orchestrator:
         """Makes every rank leave its call, or refuse the next one."""
         self._tell(ABORTED, abort=True)
 
-    def depart(self) -> None:
-        """Tells the peers that these ranks make no more calls, and touch no memory of theirs.
-
-        No launch of these ranks may be running.
-        """
+    def leave(self) -> None:
+        """Tells the peers that these ranks make no more calls. No launch may be running."""
         self._tell(CLOSED, abort=False)
+
+    def depart(self) -> None:
+        """Tells the peers that these ranks have let go of their memory."""
         segments = self.segments
         for rank in self.transport.ranks:
             for owner in range(self.topology.nranks):
@@ -151,11 +151,10 @@ class Orchestrator:
                 self.device.store_release(segments.control_address(owner, offset), 1)
 
     def departed(self) -> bool:
-        """Whether all ranks have departed, so that memory which they shared may be freed."""
+        """Whether all ranks have departed or died, so that what they shared may be freed."""
         segments, mine = self.segments, self.transport.ranks[0]
-        offsets = [
-            segments.layout.departed + rank * LINE_BYTES for rank in range(self.topology.nranks)
-        ]
+        living = set(range(self.topology.nranks)).difference(self.transport.lost())
+        offsets = [segments.layout.departed + rank * LINE_BYTES for rank in living]
         return all(
             self.device.load_acquire(segments.control_address(mine, offset)) for offset in offsets
         )

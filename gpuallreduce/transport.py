@@ -52,6 +52,9 @@ class Transport(Protocol):
     def interrupt(self) -> None:
         """Makes another thread's ``allocate`` fail, now and from now on."""
 
+    def let_go(self) -> None:
+        """Gives up other ranks' memory, as far as they cannot free it before."""
+
     def close(self, departed: Callable[[], bool] = lambda: True) -> None:
         """Gives up connections to other processes; memory lives on while it is used.
 
@@ -93,6 +96,11 @@ class LocalTransport:
         """See Transport."""
         return None
 
+    def agree(self, stage: str, error: Exception | None, timeout: float | None) -> None:
+        """Raises the error, if there is one."""
+        if error is not None:
+            raise error
+
     def lost(self) -> Sequence[int]:
         """Nobody: threads of this process."""
         return ()
@@ -103,6 +111,9 @@ class LocalTransport:
 
     def interrupt(self) -> None:
         """Nothing waits."""
+
+    def let_go(self) -> None:
+        """Nothing to give up."""
 
     def close(self, departed: Callable[[], bool] = lambda: True) -> None:
         """Nothing to give up."""
@@ -181,6 +192,10 @@ class SharedMemoryTransport:
         """See Transport."""
         return None
 
+    def agree(self, stage: str, error: Exception | None, timeout: float | None) -> None:
+        """Raises on every rank if one could not do its part of what they do together."""
+        self.rendezvous.exchange(stage, error=error, timeout=timeout)
+
     def lost(self) -> Sequence[int]:
         """See Transport."""
         gone = select.poll()
@@ -196,6 +211,9 @@ class SharedMemoryTransport:
     def interrupt(self) -> None:
         """See Transport."""
         self.rendezvous.interrupt()
+
+    def let_go(self) -> None:
+        """Nothing: the system counts who uses shared pages."""
 
     def close(self, departed: Callable[[], bool] = lambda: True) -> None:
         """See Transport; the system counts who uses shared pages."""

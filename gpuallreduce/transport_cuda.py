@@ -13,9 +13,12 @@ from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.devices.cuda_memory import DeviceBlock, HostMapped, ImportedBlock
 from gpuallreduce.errors import DeviceError, MismatchError
 from gpuallreduce.memory import Mapped, SharedPages, SymmetricBuffer
-from gpuallreduce.transport import LocalTransport, Transport
+from gpuallreduce.transport import LocalTransport, SharedMemoryTransport
 
 __all__ = ["HostMemoryTransport", "IpcTransport", "PeerTransport", "free_departed"]
+
+
+HostTransport = LocalTransport | SharedMemoryTransport
 
 
 class CudaTransport(ABC):
@@ -29,7 +32,7 @@ class CudaTransport(ABC):
 
     name: str
 
-    def __init__(self, host: Transport, ordinals: Sequence[int]) -> None:
+    def __init__(self, host: HostTransport, ordinals: Sequence[int]) -> None:
         """Over a host transport of the same ranks.
 
         Args:
@@ -61,11 +64,21 @@ class CudaTransport(ABC):
         self, nbytes: int, purpose: str, timeout: float | None
     ) -> tuple[SymmetricBuffer, list[HostMapped]]:
         buffer = self.host.allocate(nbytes, purpose=purpose, timeout=timeout)
-        mapped = []
-        for rank, pages in enumerate(buffer.mappings):
-            assert isinstance(pages, SharedPages)
-            local = self.ranks.index(rank) if rank in self.ranks else 0
-            mapped.append(HostMapped(pages, self.ordinals[local]))
+        mapped: list[HostMapped] = []
+        problem: Exception | None = None
+        try:
+            for rank, pages in enumerate(buffer.mappings):
+                assert isinstance(pages, SharedPages)
+                local = self.ranks.index(rank) if rank in self.ranks else 0
+                mapped.append(HostMapped(pages, self.ordinals[local]))
+        except Exception as error:
+            problem = error
+        try:
+            self.host.agree(f"{purpose} {buffer.identity} mapped to GPUs", problem, timeout)
+        except BaseException:  # pages that go must not stay registered
+            for each in mapped:
+                each.close()
+            raise
         return SymmetricBuffer(buffer.addresses, nbytes, buffer.identity, tuple(mapped)), mapped
 
     def lost(self) -> Sequence[int]:
@@ -79,6 +92,10 @@ class CudaTransport(ABC):
     def interrupt(self) -> None:
         """See Transport."""
         self.host.interrupt()
+
+    def let_go(self) -> None:
+        """See Transport; addresses of one process need nothing."""
+        self.host.let_go()
 
     def close(self, departed: Callable[[], bool] = lambda: True) -> None:
         """See Transport and NOTE departure."""
@@ -150,7 +167,7 @@ class IpcTransport(CudaTransport):
 
     name = "CUDA IPC"
 
-    def __init__(self, host: Transport, rendezvous: Rendezvous, ordinal: int) -> None:
+    def __init__(self, host: HostTransport, rendezvous: Rendezvous, ordinal: int) -> None:
         """A rank on this GPU."""
         super().__init__(host, [ordinal])
         self.rendezvous = rendezvous
@@ -201,12 +218,11 @@ class IpcTransport(CudaTransport):
         self.rendezvous.exchange(f"{stage}, opened", error=problem, timeout=timeout)
         return SymmetricBuffer(_addresses(mapped), nbytes, self._made, tuple(mapped))
 
-    def close(self, departed: Callable[[], bool] = lambda: True) -> None:
-        """See Transport; opened memory is given up at once, as CUDA asks before it is freed."""
+    def let_go(self) -> None:
+        """See Transport: CUDA asks for this before the owner frees what was opened."""
         for block in self._theirs:
             block.close()
         self._theirs = []
-        super().close(departed)
 
     def release(self) -> None:
         """See CudaTransport."""
@@ -218,7 +234,7 @@ class IpcTransport(CudaTransport):
 class HostMemoryTransport(CudaTransport):
     """GPUs that do not reach each other: everything shared lies in pinned host memory."""
 
-    def __init__(self, host: Transport, ordinals: Sequence[int], reason: str) -> None:
+    def __init__(self, host: HostTransport, ordinals: Sequence[int], reason: str) -> None:
         """Over a host transport.
 
         Args:

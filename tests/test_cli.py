@@ -18,7 +18,7 @@ from gpuallreduce.jit import host_compiler
 from gpuallreduce.topology import host_topology
 from gpuallreduce.types import DTYPES
 
-COMMANDS = ("info", "validate", "bench", "bandwidth", "run")
+COMMANDS = ("info", "validate", "bench", "bandwidth", "simulate", "run")
 
 
 def test_version_and_help_name_the_commands(capsys):

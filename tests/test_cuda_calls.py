@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gpuallreduce as gar
+from gpuallreduce.devices.cuda_streams import Lane
 from gpuallreduce.reference import allreduce as reference
 
 WAYS = (
@@ -230,6 +231,61 @@ def test_memory_that_peers_cannot_reach_goes_through_slots(cuda_ranks):
         comm.allreduce(xs, algorithm="two_shot", access="direct")
 
 
+def test_copies_of_strided_arrays_count_where_their_allocator_gives_what_peers_cannot_reach(
+    cuda_ranks,
+):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    cupy = gpus.start()
+    wide = gpus.put_all(names, [np.stack([filled(9000, rank)] * 2, axis=1) for rank in range(2)])
+    with cupy.cuda.using_allocator(cupy.cuda.malloc_managed):
+        xs = [x[:, 0] for x in wide]
+        assert comm.plan(xs, algorithm="two_shot").config.access == "staged"
+        comm.allreduce(xs, algorithm="two_shot")
+        comm.synchronize()
+    assert all((x.get()[:, 0] == total(9000, 2)).all() for x in wide)
+
+
+def test_a_communicator_that_was_dropped_is_in_nobodys_way(cuda_ranks):
+    """Calls that it launched end well, and its memory is given back when another one is made."""
+    names = gpus.devices(2)
+    runtime = gpus.start().cuda.runtime
+    room = []
+    for _ in range(4):
+        comm = gar.Communicator(names)
+        xs = gpus.put_all(names, [filled(9000, rank) for rank in range(2)])
+        comm.allreduce(xs)
+        del comm
+        gc.collect()
+        with gpus.on(names[0]):
+            room.append(runtime.memGetInfo()[0])
+        assert all((x.get() == total(9000, 2)).all() for x in xs)
+    assert room[-1] >= room[0]
+
+
+@pytest.mark.parametrize("way", [{}, {"algorithm": "ring"}])
+def test_a_launch_that_is_interrupted_ends_the_communicator(cuda_ranks, monkeypatch, way):
+    """Else a rank would meet the others' next call with its last one, and sum what is not meant."""
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    xs = gpus.put_all(names, [filled(100, rank) for rank in range(2)])
+    comm.allreduce(xs, **way)
+    comm.synchronize()
+    launch, first = Lane.launch, comm._device.lanes[0]
+
+    def interrupted(lane, *arguments):
+        if lane is not first:
+            raise KeyboardInterrupt
+        launch(lane, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comm.allreduce(xs, **way)
+    with pytest.raises(gar.Aborted, match="KeyboardInterrupt"):
+        comm.allreduce(xs, **way)
+
+
 def test_several_ranks_share_a_gpu(cuda_ranks):
     names = ["cuda:0"] * 4
     comm = cuda_ranks(devices=names)
@@ -272,6 +328,29 @@ def test_arrays_of_other_libraries_are_used_in_place(cuda_ranks):
     comm.allreduce([Capsule(y) for y in ys])
     comm.synchronize()
     assert all((y.get() == sum(inputs)).all() for y in ys)
+
+
+class LikeTorch:
+    """A bfloat16 array as torch offers it: its interface has no name for the type."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "typestr": "<V2"}
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+
+def test_types_that_array_interfaces_cannot_name_come_by_dlpack(cuda_ranks):
+    names = gpus.devices(2)
+    xs = gpus.put_all(names, [filled(999, rank, ml_dtypes.bfloat16) for rank in range(2)])
+    comm = cuda_ranks(2)
+    comm.allreduce([LikeTorch(x) for x in xs])
+    comm.synchronize()
+    assert all((x.get().astype(np.float32) == total(999, 2)).all() for x in xs)
 
 
 def test_numba_arrays_are_used_in_place(cuda_ranks):
@@ -421,3 +500,19 @@ def test_lists_of_gpu_arrays_need_no_communicator():
             assert (x.get() == total(40, 2)).all()
     with pytest.raises(gar.InvalidArgument, match="same kind"):
         gar.allreduce([xs[0], np.zeros(40, np.float32)])
+
+
+def test_a_result_that_cannot_be_scattered_is_refused_before_anything_is_sent(cuda_ranks):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    shape = (2,) * 9
+    xs = gpus.put_all(names, [np.ones(shape, np.float32)] * 2)
+    bases = gpus.put_all(names, [np.zeros((4,) * 9, np.float32)] * 2)
+    outs = [base[(slice(None, None, 2),) * 9] for base in bases]
+    with pytest.raises(gar.NotSupported, match="9 strided axes"):
+        comm.allreduce(xs, outs)
+    comm.allreduce(xs)  # this was the first call: its number tells the ranks that none came before
+    comm.synchronize()
+    assert all((x.get() == 2).all() for x in xs)
+    sequence = comm._calls.orchestrator.segments.layout.sequence
+    assert comm._calls.orchestrator.segments.word(0, sequence) == 1

@@ -155,9 +155,8 @@ def test_a_killed_rank_is_named_at_once(call):
     nccl = {{"algorithm": "nccl"}}
     x = put(numbers(rank))
     {call}
-    comm.synchronize()
-    report("ready")
     if rank == 1:
+        comm.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     report(fails(lambda: {call}))
@@ -166,7 +165,7 @@ def test_a_killed_rank_is_named_at_once(call):
     ranks = finish_job(start_job(3, SETUP + textwrap.dedent(body), **gpus.variables()))
     assert ranks[1].status == -signal.SIGKILL
     for rank in (ranks[0], ranks[2]):
-        _, (kind, message), seconds = rank.reports
+        (kind, message), seconds = rank.reports
         assert kind == "Aborted", message
         assert "rank 1 is gone" in message
         assert seconds < 10
@@ -176,8 +175,8 @@ def test_a_rank_that_aborts_or_closes_is_named():
     body = """
     x = put(numbers(rank))
     comm.allreduce(x)
-    comm.synchronize()
     if rank == 1:
+        comm.synchronize()
         comm.{end}()
         time.sleep(1)
     else:
@@ -289,6 +288,94 @@ def test_a_forked_child_is_told(cuda_ranks):
     os.close(writing)
     with os.fdopen(reading) as pipe:
         assert pipe.read().startswith("Closed: this communicator belongs to the process that")
+
+
+def test_a_forked_child_leaves_the_watch_over_processes_alone():
+    body = """
+    import gc, signal
+    x = put(numbers(rank))
+    comm.allreduce(x)
+    comm.synchronize()
+    if rank == 1:
+        comm.allreduce(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = os.fork()
+    if child == 0:
+        del comm
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.allreduce(x)
+    start = time.monotonic()
+    report(fails(lambda: comm.allreduce(x)))
+    report(time.monotonic() - start)
+    """
+    first, _ = finish_job(start_job(2, SETUP + textwrap.dedent(body), **gpus.variables()))
+    (kind, message), seconds = first.reports
+    assert kind == "Aborted", message
+    assert "rank 1 is gone" in message
+    assert seconds < 10
+
+
+def test_a_call_that_one_rank_cannot_launch_is_given_up_by_all():
+    body = """
+    from gpuallreduce.devices.cuda_streams import Lane
+    nccl = {"algorithm": "nccl", "order": "any"}
+    x = put(numbers(rank))
+    comm.allreduce(x, **nccl)
+    if rank == 1:
+        comm.synchronize()
+    def refused(*arguments, **keywords):
+        raise gar.DeviceError("refused")
+    if rank == 1 and WHERE == "engine":
+        comm._calls._engine.all_reduce = refused
+    if rank == 1 and WHERE == "streams":
+        Lane.begin = refused
+    start = time.monotonic()
+    report(fails(lambda: comm.allreduce(x, **nccl)))
+    report(time.monotonic() - start)
+    comm.close()
+    """
+    for where in ("engine", "streams"):
+        code = f"WHERE = {where!r}\n" + SETUP + textwrap.dedent(body)
+        first, second = run_job(2, code, **gpus.variables())
+        assert second.reports[0] == ["DeviceError", "refused"]
+        assert first.reports[0] == ["Aborted", "rank 1 aborted the communicator."]
+        assert first.reports[1] < 10
+
+
+def test_pages_that_one_rank_cannot_map_make_all_raise():
+    body = """
+    from gpuallreduce.devices import cuda_memory
+    def refused(mapped, pages, ordinal):
+        raise gar.DeviceError("no page may be pinned")
+    if os.environ["GPUALLREDUCE_RANK"] == "1":
+        cuda_memory.HostMapped.__init__ = refused
+    report(error_of(lambda: gar.init(device="cuda", timeout=20)))
+    """
+    for rank in run_job(2, body, **gpus.variables(), GPUALLREDUCE_PROBE="0"):
+        kind, message = rank.reports[0]
+        assert kind == "DeviceError"
+        assert "rank 1" in message
+        assert "no page may be pinned" in message
+
+
+def test_what_was_shared_with_a_rank_that_died_is_given_back():
+    body = """
+    import gc, signal
+    comm.allreduce(put(numbers(rank)))
+    comm.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    report(fails(comm.barrier)[0])
+    before = cupy.cuda.runtime.memGetInfo()[0]
+    comm.close()
+    report(cupy.cuda.runtime.memGetInfo()[0] - before)
+    """
+    first, _ = finish_job(start_job(2, SETUP + textwrap.dedent(body), **gpus.variables()))
+    kind, given_back = first.reports
+    assert kind == "Aborted"
+    assert given_back > 1 << 20
 
 
 def run_alone(body: str, **settings: object) -> subprocess.CompletedProcess[str]:

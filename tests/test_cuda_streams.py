@@ -4,7 +4,9 @@ after the other, and as parts of graphs.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import gpus
@@ -168,11 +170,11 @@ def test_without_the_wait_between_calls_the_ranks_are_out_of_step(cuda_ranks, mo
 
     waiting = Lane.begin
 
-    def begin(lane, stream):
+    def begin(lane, stream, may_vanish):
         if lane.ordinal == 0:
             lane.stream = stream
         else:
-            waiting(lane, stream)
+            waiting(lane, stream, may_vanish)
 
     comm.allreduce(blank(names))
     comm.allreduce(blank(names), op="max")
@@ -207,11 +209,11 @@ def test_calls_from_several_threads_keep_one_order(cuda_ranks):
     assert not wrong
 
 
-def captured(streams, names, calls):
+def captured(streams, names, calls, mode=None):
     """A graph for each stream of what ``calls`` puts on them."""
     for stream, name in zip(streams, names, strict=True):
         with gpus.on(name):
-            stream.begin_capture()
+            stream.begin_capture(mode)
     calls()
     graphs = []
     for stream, name in zip(streams, names, strict=True):
@@ -310,6 +312,129 @@ def test_ranks_that_share_a_gpu_can_be_captured_on_one_stream(cuda_ranks):
             x.set(numbers(rank, turn), stream=stream)
         graph.launch(stream)
         assert all((x.get(stream=stream) == total(3, turn)).all() for x in xs)
+
+
+def test_a_call_under_capture_does_not_hide_the_one_before(cuda_ranks):
+    """Neither from the next call, nor from who waits for all of them."""
+    names = gpus.devices(2)
+    comm = cuda_ranks(2, timeout=5)
+    comm.allreduce(blank(names))
+    comm.allreduce(blank(names), op="max")
+    comm.synchronize()
+    xs, ys = (gpus.put_all(names, [numbers(rank, turn) for rank in range(2)]) for turn in range(2))
+    first, second, third = (gpus.streams_on(names) for _ in range(3))
+    with gpus.held(first[0]):
+        comm.allreduce(xs, stream=first)
+    captured(second, names, lambda: comm.allreduce(ys, stream=second))
+    comm.allreduce(ys, op="max", stream=third)
+    comm.synchronize()
+    assert all(stream.done for stream in (*first, *third))
+    assert all((x.get() == total(2)).all() for x in xs)
+    assert all((y.get() == np.maximum(numbers(0, 1), numbers(1, 1))).all() for y in ys)
+
+
+class Foreign:
+    """A stream of another library, which may destroy it."""
+
+    def __init__(self, stream):
+        self.pointer = stream.ptr
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
+
+
+def test_copies_behind_a_call_are_part_of_it_on_streams_of_other_libraries(cuda_ranks):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+
+    def lists(turn):
+        return [
+            [gpus.put(name, numbers(rank, turn + i)) for i in range(3)]
+            for rank, name in enumerate(names)
+        ]
+
+    comm.allreduce_many(lists(0))
+    comm.synchronize()
+    for turn in range(10):
+        both, streams = [lists(turn), lists(turn + 3)], []
+        for each in both:  # the second call uses the bucket of the first
+            streams += gpus.streams_on(names)
+            comm.allreduce_many(each, stream=[Foreign(stream) for stream in streams[-2:]])
+        comm.synchronize()
+        assert all(stream.done for stream in streams[-2:])
+        for place, each in enumerate(both):
+            for xs in each:
+                for i, x in enumerate(xs):
+                    assert (x.get() == total(2, turn + 3 * place + i)).all()
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])  # global, thread-local, relaxed
+def test_graphs_keep_the_copies_of_strided_arrays(cuda_ranks, mode):
+    cupy, names = gpus.start(), gpus.devices(2)
+    comm = cuda_ranks(2)
+    wide = gpus.put_all(names, [np.zeros((COUNT, 2), np.float32)] * 2)
+    streams = gpus.streams_on(names)
+    graphs = captured(
+        streams, names, lambda: comm.allreduce([x[:, 1] for x in wide], stream=streams), mode
+    )
+    others = []
+    for stream, name in zip(streams, names, strict=True):
+        with gpus.on(name), stream:  # what was freed on this stream would be used again
+            others.append(cupy.empty(COUNT, np.float32))
+            others[-1].set(numbers(9), stream=stream)
+    for turn in range(3):
+        for rank, (x, stream) in enumerate(zip(wide, streams, strict=True)):
+            with gpus.on(names[rank]):
+                x.set(np.stack([numbers(5), numbers(rank, turn)], axis=1), stream=stream)
+        launch_from_threads(graphs, streams, names)
+        for x, stream in zip(wide, streams, strict=True):
+            got = x.get(stream=stream)
+            assert (got[:, 1] == total(2, turn)).all()
+            assert (got[:, 0] == numbers(5)).all()
+    assert all((other.get() == numbers(9)).all() for other in others)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_memory_that_was_dropped_does_not_spoil_a_capture(cuda_ranks, mode):
+    names = gpus.devices(2)
+    comm = cuda_ranks(2)
+    xs, streams = blank(names), gpus.streams_on(names)
+    dropped = comm.empty(COUNT)
+    comm.allreduce(xs, stream=streams)
+    del dropped
+    graphs = captured(streams, names, lambda: comm.allreduce(xs, stream=streams), mode)
+    launch_from_threads(graphs, streams, names)
+    assert all((x.get(stream=stream) == 0).all() for x, stream in zip(xs, streams, strict=True))
+
+
+def test_communicators_of_two_threads_share_the_streams_of_their_gpus(cuda_ranks, monkeypatch):
+    """Of two calls the same comes first on every GPU, else they wait for each other."""
+    groups = [gpus.devices(2), gpus.devices(3)]
+    comms = [cuda_ranks(devices=names, timeout=5) for names in groups]
+    failed, launch, turns = [], Lane.launch, itertools.count()
+
+    def launch_and_let_others(lane, *arguments):
+        launch(lane, *arguments)
+        time.sleep((0.003, 0.0, 0.001, 0.002, 0.0)[next(turns) % 5])
+
+    def work(comm, names):
+        xs = blank(names)
+        try:
+            for _ in range(15):
+                comm.allreduce(xs)
+            comm.synchronize()
+        except gar.Error as error:
+            failed.append(error)
+
+    for comm, names in zip(comms, groups, strict=True):
+        comm.allreduce(blank(names))
+    monkeypatch.setattr(Lane, "launch", launch_and_let_others)
+    threads = [threading.Thread(target=work, args=each) for each in zip(comms, groups, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
 def test_streams_of_another_gpu_and_other_things_are_refused(cuda_ranks):

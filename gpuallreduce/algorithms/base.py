@@ -144,5 +144,5 @@ def placed(region: Region, topology: Topology) -> Region:
     if not region.per_peer:
         return replace(region, slot_bytes=2 * GPU_SLOT_BYTES)
     crowd = max(1.0, topology.nranks / GPU_SLOTS_FOR_RANKS)
-    slot_bytes = int(GPU_SLOT_BYTES / crowd) // SLOT_GRAIN * SLOT_GRAIN
+    slot_bytes = max(SLOT_GRAIN, int(GPU_SLOT_BYTES / crowd) // SLOT_GRAIN * SLOT_GRAIN)
     return replace(region, nslots=GPU_SLOTS, slot_bytes=slot_bytes)

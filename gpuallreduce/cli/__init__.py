@@ -22,6 +22,7 @@ _COMMANDS = {
     "validate": "check on this machine that results are right to the bit",
     "bench": "measure collectives",
     "bandwidth": "measure the links between GPUs",
+    "simulate": "estimate all-reduce on machines that are not here",
     "run": "start a program once per rank on this machine",
 }
 

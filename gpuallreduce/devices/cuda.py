@@ -100,10 +100,11 @@ class CudaDevice(ControlWords):
         self.lanes = [
             Lane(ordinal, shared=self.ordinals.count(ordinal) > 1) for ordinal in ordinals
         ]
-        self.arrays = CudaArrays(self.ordinals, self._stream_of, self._move, peers=peers)
+        self.arrays = CudaArrays(self.ordinals, self._stream_of, self, peers=peers)
         self._quick = QuickCalls(self._cupy.ndarray, self.ordinals, self.arrays.is_addressable)
         self._process = os.getpid()
         self._watch: LostWatch | None = None
+        self._launcher: int | None = None  # the thread that is between two launches of a call
 
     def _stream_of(self, local: int) -> Any:
         return self.lanes[local].stream
@@ -130,10 +131,11 @@ class CudaDevice(ControlWords):
     def begin(self, stream: Any) -> None:
         """See Device."""
         collect()
-        streams = self._per_lane(stream)
+        pairs = list(zip(self.lanes, self._per_lane(stream), strict=True))
         with cuda_errors("ordering a call on its stream"):
-            for lane, each in zip(self.lanes, streams, strict=True):
-                lane.begin(each)
+            chosen = [lane.chosen(each) for lane, each in pairs]  # all are right, or none begins
+            for lane, each in zip(self.lanes, chosen, strict=True):
+                lane.begin(*each)
 
     def end(self) -> None:
         """See Device."""
@@ -171,15 +173,26 @@ class CudaDevice(ControlWords):
     ) -> None:
         collecting = gc.isenabled()
         gc.disable()  # see NOTE one thread launches all local ranks
+        self._launcher = threading.get_ident()
         try:
             with _launching, cuda_errors("launching a call"):
                 for lane, function, each in zip(self.lanes, functions, arguments, strict=True):
                     lane.launch(function, nblocks, nthreads, each)
         finally:
+            self._launcher = None
             if collecting:
                 gc.enable()
 
-    def _move(self, target: Array, source: Array, local: int) -> None:
+    def arena_of(self, local: int) -> Any:
+        """See cuda_arrays.Mover."""
+        return self.lanes[local].arena
+
+    def ready_to_move(self, target: Array, source: Array, local: int) -> None:
+        """See cuda_arrays.Mover."""
+        load(plan_move(target, source)[0], self.lanes[local].ordinal)
+
+    def move(self, target: Array, source: Array, local: int) -> None:
+        """See cuda_arrays.Mover."""
         lane = self.lanes[local]
         kernel, struct, nblocks = plan_move(target, source)
         with cuda_errors("copying a strided array"):
@@ -230,8 +243,8 @@ class CudaDevice(ControlWords):
 
     @property
     def in_signal_handler(self) -> bool:
-        """Launching is over before a signal handler can run."""
-        return False
+        """See Device."""
+        return self._launcher == threading.get_ident()
 
     def streams(self) -> Sequence[int]:
         """See Device."""

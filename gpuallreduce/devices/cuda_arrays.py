@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +47,24 @@ def _shadow(array: Array) -> np.ndarray[Any, Any]:
     return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
+class Mover(Protocol):
+    """Copies between arrays of any strides on a local rank's GPU, on the stream of its call."""
+
+    def arena_of(self, local: int) -> Any:
+        """The stream in whose order memory of the present call may be used again."""
+
+    def ready_to_move(self, target: Array, source: Array, local: int) -> None:
+        """Compiles and loads what ``move`` needs.
+
+        Raises:
+            NotSupported: there are too many axes.
+            CompileError, DeviceError: there is no kernel.
+        """
+
+    def move(self, target: Array, source: Array, local: int) -> None:
+        """``target[...] = source``."""
+
+
 class CudaArrays(Arrays):
     """Arrays of the GPUs of one communicator.
 
@@ -57,7 +75,7 @@ class CudaArrays(Arrays):
         self,
         ordinals: Sequence[int],
         stream_of: Callable[[int], Any],
-        move: Callable[[Array, Array, int], None],
+        mover: Mover,
         *,
         peers: bool,
     ) -> None:
@@ -66,13 +84,13 @@ class CudaArrays(Arrays):
         Args:
             ordinals: the GPU of each local rank.
             stream_of: the stream that orders the present call on a local rank.
-            move: copies between arrays of any strides on a local rank's GPU.
+            mover: copies between arrays of any strides.
             peers: GPUs of this process address each other's memory.
         """
         self._cupy = cupy_module()
         self._ordinals = ordinals
         self._stream_of = stream_of
-        self._move = move
+        self._mover = mover
         self._peers = peers
         self._host = HostArrays()
         self._captured: list[Array] = []  # what graphs use whenever they are launched
@@ -87,7 +105,7 @@ class CudaArrays(Arrays):
             )
         if isinstance(array, cupy.ndarray):
             found = array
-        elif hasattr(array, "__cuda_array_interface__"):
+        elif hasattr(array, "__cuda_array_interface__") and not _says_more_by_dlpack(array):
             found = self._from_interface(array, what, local)
         elif hasattr(array, "__dlpack_device__"):
             found = self._from_dlpack(array, what, local)
@@ -194,14 +212,19 @@ class CudaArrays(Arrays):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], local: int) -> Array:
         """See Arrays."""
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        ordinal, stream = self._ordinals[local], self._stream_of(local)
+        ordinal, stream = self._ordinals[local], self._mover.arena_of(local)
         what = f"allocating {nbytes} bytes on cuda:{ordinal}"
         with cuda_errors(what), in_any_capture(), self._cupy.cuda.Device(ordinal), stream:
             # Not cupy.empty, which knows no float8.
             array = self._cupy.ndarray(shape, dtype, self._cupy.cuda.alloc(nbytes))
-        if is_capturing(stream):
+        if is_capturing(self._stream_of(local)):
             self._captured.append(array)
         return array
+
+    def ready_to_assign(self, target: Array, source: Array, local: int) -> None:
+        """See Arrays."""
+        if target.size and not (target.flags.c_contiguous and source.flags.c_contiguous):
+            self._mover.ready_to_move(target, source, local)
 
     def packed(self, array: Array, local: int) -> Array:
         """See Arrays."""
@@ -218,7 +241,7 @@ class CudaArrays(Arrays):
         if target.flags.c_contiguous and source.flags.c_contiguous:
             self._copy(target.data.ptr, source.data.ptr, target.nbytes, local)
         else:
-            self._move(target, source, local)
+            self._mover.move(target, source, local)
 
     def copy_bytes(self, bound: Bound, local: int) -> None:
         """See Arrays."""
@@ -230,6 +253,14 @@ class CudaArrays(Arrays):
         with cuda_errors(f"copying {nbytes} bytes"), self._cupy.cuda.Device(self._ordinals[local]):
             stream = self._stream_of(local).ptr
             self._cupy.cuda.runtime.memcpyAsync(target, source, nbytes, COPY_DEFAULT, stream)
+
+
+def _says_more_by_dlpack(array: Any) -> bool:
+    """Whether it is of a type that has no name in array interfaces, such as torch's bfloat16."""
+    if not hasattr(array, "__dlpack_device__"):
+        return False
+    offered = array.__cuda_array_interface__
+    return "V" in offered["typestr"] or "stream" not in offered
 
 
 def gpu_with(array: Any) -> str:

@@ -98,7 +98,9 @@ def _uuid(ordinal: int) -> str:
 
     error, device = driver.cuDeviceGet(ordinal)
     if int(error) == 0:
-        error, found = driver.cuDeviceGetUuid(device)
+        # The second version tells instances of one GPU (MIG) apart.
+        ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        error, found = ask(device)
     if int(error) != 0:
         raise DeviceError(f"the driver does not tell the UUID of cuda:{ordinal}: {error}")
     digits = bytes(found.bytes).hex()

@@ -79,16 +79,18 @@ class Lane:
         self._may_vanish = False  # others destroy it, or no other thread can name it
         self._event: Any = None  # behind that call, where its stream may be gone by now
 
-    def begin(self, stream: Any) -> None:
+    @property
+    def arena(self) -> Any:
+        """The stream in whose order memory of the call may be used again: the caller's."""
+        return self.stream if self._callers is None else self._callers
+
+    def begin(self, chosen: Any, may_vanish: bool) -> None:
         """Orders the next call on a stream, behind the call before.
 
         Args:
-            stream: what the caller passed; None: CuPy's current stream of the GPU.
-
-        Raises:
-            InvalidArgument: it is no stream, or one of another GPU.
+            chosen: the stream.
+            may_vanish: others may destroy it meanwhile; see ``chosen``.
         """
-        chosen, may_vanish = self._chosen(stream)
         if self._own is not None:
             with self._device:
                 self._own.wait_event(self._recorded(chosen))
@@ -143,8 +145,15 @@ class Lane:
         event.record(stream)
         return event
 
-    def _chosen(self, stream: Any) -> tuple[Any, bool]:
-        """The stream as CuPy's, and whether others may destroy it meanwhile."""
+    def chosen(self, stream: Any) -> tuple[Any, bool]:
+        """The stream as CuPy's, and whether others may destroy it meanwhile.
+
+        Args:
+            stream: what the caller passed; None: CuPy's current stream of the GPU.
+
+        Raises:
+            InvalidArgument: it is no stream, or one of another GPU.
+        """
         kind = self._cupy.cuda.Stream
         if stream is None:
             stream = self._cupy.cuda.get_current_stream(self.ordinal)

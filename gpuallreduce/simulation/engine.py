@@ -37,6 +37,7 @@ class Schedule:
         self.keys: list[Hashable] = []
         self.us_per_byte: list[float] = []
         self.latency_us: list[float] = []
+        self.way_us: list[float] = []
         self.visits: list[Sequence[Visit]] = []
         self.delay_us: list[float] = []
         self.waits: list[int] = []
@@ -68,6 +69,7 @@ class Schedule:
         """
         number = len(self.visits)
         self.visits.append(visits)
+        self.way_us.append(sum([self.latency_us[link] for link, _ in visits]))
         self.delay_us.append(delay_us)
         self.after_end.append([])
         self.after_sent.append([])
@@ -87,11 +89,12 @@ def run(schedule: Schedule) -> Outcome:
 
     NOTE cut-through, first come first served. A task's first byte reaches its next link as soon as
     the link before begins with it; its last byte leaves a link when that link has served it and the
-    link before has let it go. A link serves tasks whole, in the order in which their first bytes
-    come, and is never idle while one waits; so many equal tasks share a link fairly over time, and
-    a link's total is exact whatever the order.
+    link before has let it go; the latencies of all its links pass before it has ended. A link
+    serves tasks whole, in the order in which their first bytes come, and is never idle while one
+    waits; so many equal tasks share a link fairly over time, and a link's total is exact whatever
+    the order.
     """
-    us_per_byte, latency_us = schedule.us_per_byte, schedule.latency_us
+    us_per_byte, way_us = schedule.us_per_byte, schedule.way_us
     free, busy = [0.0] * len(us_per_byte), [0.0] * len(us_per_byte)
     waits, ready = list(schedule.waits), [0.0] * len(schedule.waits)
     ends = [0.0] * len(waits)
@@ -101,22 +104,21 @@ def run(schedule: Schedule) -> Outcome:
     push, pop = heapq.heappush, heapq.heappop
     while events:
         now, task, passed, tail = pop(events)
-        visits, end, lag = schedule.visits[task], now, 0.0
+        visits, sent = schedule.visits[task], now
         if visits:
             link, amount = visits[passed]
             begin = max(now, free[link])
             service = amount * us_per_byte[link]
             free[link] = begin + service
             busy[link] += service
-            lag = latency_us[link]
-            end = max(begin + service, tail) + lag
+            sent = max(begin + service, tail)
             if passed + 1 < len(visits):
-                push(events, (begin + lag, task, passed + 1, end))
+                push(events, (begin, task, passed + 1, sent))
                 continue
-        ends[task] = end
+        ends[task] = sent + way_us[task]
         for followers, when in (
-            (schedule.after_end[task], end),
-            (schedule.after_sent[task], end - lag),
+            (schedule.after_end[task], ends[task]),
+            (schedule.after_sent[task], sent),
         ):
             for follower in followers:
                 waits[follower] -= 1

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from gpuallreduce.plan import Plan
 
-__all__ = ["Geometry", "of_plan", "pieces"]
+__all__ = ["Geometry", "lanes_for", "of_plan", "pieces"]
 
-LANES = 4
+MOST_LANES = 4
 LEAST_CHUNK_BYTES = 1024  # with more than 512 ranks a plan's slots round down to nothing
 
 
@@ -21,7 +21,10 @@ class Geometry:
     """How a call cuts its array.
 
     NOTE lanes. A rank's channels do the same with equal parts of the array, so they are simulated
-    in few groups, the lanes: enough that one uses a link while another waits for flags.
+    in few groups, the lanes. Channels begin together and share links evenly: in the first round all
+    wait at the same time, as one lane does. With every further round they drift apart, until one
+    uses a link while another waits for flags: hence a lane more for each round, up to MOST_LANES. A
+    chain hides its waits without that, so it has one.
 
     Attributes:
         nbytes: of one rank's array.
@@ -42,16 +45,20 @@ class Geometry:
         return [self.nbytes / self.lanes] * self.lanes
 
 
-def of_plan(plan: Plan, wide: float, lanes: int = LANES) -> Geometry:
-    """The geometry of a plan."""
-    config, itemsize = plan.config, plan.request.dtype.itemsize
-    chunk = max(config.chunk_count * itemsize, LEAST_CHUNK_BYTES)
-    return Geometry(
-        float(plan.request.nbytes),
-        float(chunk * config.nchannels),
-        max(1, min(lanes, config.nchannels)),
-        wide,
-    )
+def lanes_for(rounds: float) -> int:
+    """See NOTE lanes."""
+    return max(1, min(MOST_LANES, math.ceil(rounds - 1e-9)))
+
+
+def of_plan(plan: Plan, wide: float) -> Geometry:
+    """The geometry of a plan: what its algorithm, chunks and channels come to."""
+    request, config = plan.request, plan.config
+    chunk = max(config.chunk_count * request.dtype.itemsize, LEAST_CHUNK_BYTES)
+    step_bytes = float(chunk * config.nchannels)
+    sliced = config.algorithm == "two_shot" or (config.algorithm, request.order) == ("ring", "any")
+    rounds = request.nbytes / step_bytes / (request.nranks if sliced else 1)
+    lanes = 1 if (config.algorithm, request.order) == ("ring", "rank") else lanes_for(rounds)
+    return Geometry(float(request.nbytes), step_bytes, min(lanes, config.nchannels), wide)
 
 
 def pieces(nbytes: float, each: float) -> list[float]:

@@ -22,7 +22,7 @@ class Link(NamedTuple):
 
     kind: str
     node: int
-    index: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,12 @@ def _pcie(generation: int) -> float:
 # Memory: about 85 % of the number on the box, as copies reach. Network: what NCCL's rings get of
 # InfiniBand, 24 of 25 GB/s (HDR) and 48 of 50 GB/s (NDR). Latency across nodes is of the order that
 # NCCL's tuning tables give a network hop with large messages.
-_A100 = {"link_gbps": _nvlink(3, 12), "memory_gbps": 1700.0, "net_gbps": 24.0}
-_H100 = {"link_gbps": _nvlink(4, 18), "memory_gbps": 2900.0, "net_gbps": 48.0}
 PRESETS: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        Machine("dgx-a100", **_A100),
-        Machine("dgx-h100", **_H100),
-        Machine("dgx-h200", **{**_H100, "memory_gbps": 4100.0}),
+        Machine("dgx-a100", link_gbps=_nvlink(3, 12), memory_gbps=1700.0, net_gbps=24.0),
+        Machine("dgx-h100", link_gbps=_nvlink(4, 18), memory_gbps=2900.0, net_gbps=48.0),
+        Machine("dgx-h200", link_gbps=_nvlink(4, 18), memory_gbps=4100.0, net_gbps=48.0),
         Machine("dgx-b200", link_gbps=_nvlink(5, 18), memory_gbps=6800.0, net_gbps=48.0),
         Machine(
             "gb200-nvl72",

@@ -7,7 +7,7 @@ Knows nothing of machines but through a View, nor of how a call's geometry was d
 from __future__ import annotations
 
 from gpuallreduce.simulation.geometry import Geometry, pieces
-from gpuallreduce.simulation.shots import Pushes, arrived, push
+from gpuallreduce.simulation.shots import Pushes, arrivals, push
 from gpuallreduce.simulation.view import View
 
 __all__ = ["hierarchical_any", "hierarchical_rank"]
@@ -23,7 +23,7 @@ def _scatter(view: View, shard: float, previous: Pushes) -> Pushes:
             a,
             shard,
             local=True,
-            sent=list(previous.get(a, {}).values()),
+            sent=previous[a].values() if previous else (),
             delay_us=0.0 if previous else view.machine.launch_us,
         )
         for a in view.actors
@@ -34,10 +34,11 @@ def _gather(view: View, shard: float, results: Tasks) -> None:
     """Every rank hands its node's ranks the result of its shard; each copies them to its output."""
     g = view.machine.gpus
     pushes = {a: push(view, a, shard, local=True, after=results[a]) for a in view.actors}
+    came = arrivals(view, pushes)
     for a in view.actors:
         view.schedule.task(
             [view.memory(a, 2 * (g - 1) * shard)],
-            after=[*arrived(view, pushes, a, local=True), *results[a]],
+            after=[*came[a], *results[a]],
         )
 
 
@@ -53,10 +54,11 @@ def hierarchical_any(view: View, geometry: Geometry) -> None:
     for size in pieces(geometry.nbytes, geometry.step_bytes):
         shard = size / g
         scattered = _scatter(view, shard, scattered)
+        came = arrivals(view, scattered)
         folded = {
             a: schedule.task(
                 [view.memory(a, (g + 1) * shard)],
-                after=arrived(view, scattered, a, local=True),
+                after=came[a],
                 delay_us=0.0 if g > 1 else machine.launch_us,
             )
             for a in view.actors
@@ -102,6 +104,7 @@ def hierarchical_rank(view: View, geometry: Geometry) -> None:
 def _there_and_back(view: View, shard: float, wide: float, scattered: Pushes) -> Tasks:
     machine, schedule = view.machine, view.schedule
     m, g = machine.nodes, machine.gpus
+    came = arrivals(view, scattered)
     partial: dict[int, int] = {}
     results: Tasks = {}
     for a in view.actors:  # by node, so a - g has been seen to
@@ -111,7 +114,7 @@ def _there_and_back(view: View, shard: float, wide: float, scattered: Pushes) ->
         moved = [] if last else view.way(a, a + g, wide * shard)
         task = schedule.task(
             [view.memory(a, reads), *moved],
-            after=[*arrived(view, scattered, a, local=True), *([partial[a - g]] if node else [])],
+            after=[*came[a], *([partial[a - g]] if node else [])],
             delay_us=0.0 if g > 1 or node else machine.launch_us,
         )
         partial[a] = task

@@ -1,4 +1,4 @@
-"""ring as schedules: order any (one ring, or rings that leave nodes by all GPUs), and rank order as a
+"""ring as schedules: order any (one ring, or rings that leave nodes by all GPUs), rank order as a
 chain.
 
 Knows nothing of machines but through a View, nor of how a call's geometry was decided.
@@ -42,8 +42,7 @@ def ring(view: View, geometry: Geometry) -> None:
     steps = p - 1 if geometry.phase_steps is None else geometry.phase_steps
     seats = [(actor, lane) for actor in view.actors for lane in range(lanes)]
     ways = {
-        (actor, lane): _before_and_next(machine, actor, lane, view.rotated)
-        for actor, lane in seats
+        (actor, lane): _before_and_next(machine, actor, lane, view.rotated) for actor, lane in seats
     }
     before = {seat: view.seat(ways[seat][0], seat[1]) for seat in seats}
     last: dict[tuple[int, int], list[int]] = {seat: [] for seat in seats}
@@ -91,11 +90,15 @@ def chain(view: View, geometry: Geometry) -> None:
         for i in range(len(sizes) + p):
             if i < len(sizes):
                 for rank in range(p):
-                    task = _reduce(view, geometry, rank, sizes[i], partials.get((rank - 1, i)), block)
+                    task = _reduce(
+                        view, geometry, rank, sizes[i], partials.get((rank - 1, i)), block
+                    )
                     (results if rank == p - 1 else partials)[rank, i] = task
             if 0 <= (k := i - p) < len(sizes):
                 for rank in range(p - 1):
-                    results[rank, k] = _pass_on(view, rank, sizes[k], results[(rank - 1) % p, k], block)
+                    results[rank, k] = _pass_on(
+                        view, rank, sizes[k], results[(rank - 1) % p, k], block
+                    )
 
 
 def _reduce(

@@ -5,7 +5,7 @@ Knows nothing of machines but through a View, nor of how a call's geometry was d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from gpuallreduce.simulation.geometry import Geometry, pieces
 from gpuallreduce.simulation.view import View
@@ -22,8 +22,8 @@ def push(
     *,
     local: bool = False,
     reads: float = 1.0,
-    after: Sequence[int] = (),
-    sent: Sequence[int] = (),
+    after: Collection[int] = (),
+    sent: Collection[int] = (),
     delay_us: float = 0.0,
 ) -> dict[int, int]:
     """An actor stores something of ``nbytes`` to each of its peers; for each stored byte its memory
@@ -44,16 +44,19 @@ def push(
     }
 
 
-def arrived(view: View, pushes: Pushes, actor: int, *, local: bool = False) -> list[int]:
-    """What an actor waits for when it waits for all its peers' pushes."""
-    if not view.whole:
-        return list(pushes[actor].values())
-    return [pushes[peer][actor] for peer, _ in view.peers(actor, local=local)]
+def arrivals(view: View, pushes: Pushes) -> dict[int, list[int]]:
+    """What each actor waits for when it waits for all its peers' pushes."""
+    found: dict[int, list[int]] = {actor: [] for actor in view.actors}
+    for sender in view.actors:
+        for peer, task in pushes[sender].items():
+            found[view.seat(peer)[0]].append(task)
+    return found
 
 
 def one_shot(view: View, geometry: Geometry) -> None:
     """Stage chunk i + 1 at every peer, then fold chunk i of all (``exchange`` in one_shot.cuh)."""
-    p, machine, schedule = view.machine.nranks, view.machine, view.schedule
+    machine, schedule = view.machine, view.schedule
+    p = machine.nranks
     for lane_bytes in geometry.lane_bytes():
         sizes = pieces(lane_bytes, geometry.step_bytes / geometry.lanes)
         stages = [
@@ -62,12 +65,18 @@ def one_shot(view: View, geometry: Geometry) -> None:
         folds: dict[int, list[int]] = {a: [] for a in view.actors}
         for i, size in enumerate(sizes):
             if i + 1 < len(sizes):
-                stages.append({a: push(view, a, sizes[i + 1], after=folds[a]) for a in view.actors})
+                stages.append(
+                    {
+                        a: push(view, a, sizes[i + 1], after=folds[a], sent=stages[i][a].values())
+                        for a in view.actors
+                    }
+                )
+            came = arrivals(view, stages[i])
             folds = {
                 a: [
                     schedule.task(
                         [view.memory(a, (p + 1) * size)],
-                        after=[*arrived(view, stages[i], a), *folds[a]],
+                        after=[*came[a], *folds[a]],
                         sent=stages[-1][a].values(),
                     )
                 ]
@@ -76,8 +85,9 @@ def one_shot(view: View, geometry: Geometry) -> None:
 
 
 def two_shot(view: View, geometry: Geometry) -> None:
-    """Stage slices i + 1, fold slice i into everyone's slots, gather slices i - 1 (two_shot.cuh)."""
-    p, machine, schedule = view.machine.nranks, view.machine, view.schedule
+    """Stage slices i + 1, fold slice i into all slots, gather slices i - 1 (two_shot.cuh)."""
+    machine, schedule = view.machine, view.schedule
+    p = machine.nranks
     reads = (p + 1) / (p - 1)  # of p inputs, and the own output's write, for p - 1 pushes
     for lane_bytes in geometry.lane_bytes():
         slices = [each / p for each in pieces(lane_bytes, p * geometry.step_bytes / geometry.lanes)]
@@ -88,9 +98,15 @@ def two_shot(view: View, geometry: Geometry) -> None:
         for i in range(rounds + 1):
             if i + 1 < rounds:
                 stages.append(
-                    {a: push(view, a, slices[i + 1], after=gathers[a]) for a in view.actors}
+                    {
+                        a: push(
+                            view, a, slices[i + 1], after=gathers[a], sent=stages[i][a].values()
+                        )
+                        for a in view.actors
+                    }
                 )
             if i < rounds:
+                came = arrivals(view, stages[i])
                 folds.append(
                     {
                         a: push(
@@ -98,18 +114,19 @@ def two_shot(view: View, geometry: Geometry) -> None:
                             a,
                             slices[i],
                             reads=reads,
-                            after=[*arrived(view, stages[i], a), *gathers[a]],
-                            sent=list(stages[-1][a].values()),
+                            after=[*came[a], *gathers[a]],
+                            sent=stages[-1][a].values(),
                         )
                         for a in view.actors
                     }
                 )
             if i > 0:
+                came = arrivals(view, folds[i - 1])
                 gathers = {
                     a: [
                         schedule.task(
                             [view.memory(a, 2 * (p - 1) * slices[i - 1])],
-                            after=[*arrived(view, folds[i - 1], a), *gathers[a]],
+                            after=[*came[a], *gathers[a]],
                             sent=folds[-1][a].values(),
                         )
                     ]
