@@ -327,6 +327,7 @@ def test_without_gpus_there_is_one_clear_error(command: list[str]) -> None:
         [sys.executable, *command],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
+        cwd="/",
         text=True,
         timeout=60,
         check=False,
@@ -366,7 +367,11 @@ def test_kernels_compile_for_emulated_gpus_without_warnings(compiler: str, tmp_p
     source.write_text("".join(kernel.source for kernel in KERNELS))
     command = [compiler, *WARNINGS, "-DGAR_EMULATED", f"-I{jit.kernels_folder()}", "-c"]
     done = subprocess.run(
-        [*command, str(source), "-o", os.devnull], capture_output=True, text=True, check=False
+        [*command, str(source), "-o", os.devnull],
+        capture_output=True,
+        cwd="/",
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -45,6 +45,7 @@ def run_bench(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         module_command("gpuallreduce.bench.allreduce_perf", *argv, *QUICK),
         capture_output=True,
+        cwd="/",
         text=True,
         timeout=LIMIT_S,
         check=False,
@@ -146,7 +147,13 @@ def test_without_a_gpu_there_is_one_error_for_all_processes() -> None:
     environ = {key: value for key, value in os.environ.items() if "EMULATED" not in key}
     for more in ((), ("--processes", "2")):
         command = module_command("gpuallreduce.bench.allreduce_perf", "--device", "cuda", *more)
-        options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
+        options = {
+            "capture_output": True,
+            "cwd": "/",
+            "text": True,
+            "timeout": LIMIT_S,
+            "check": False,
+        }
         done = subprocess.run(command, env=environ, **options)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()

@@ -42,7 +42,7 @@ def test_without_end():
 def run_check(*argv: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     command = module_command("gpuallreduce.bench.gpu_check", "--seconds", "160", "--quick", *argv)
     variables = {**os.environ, **gpus.variables(gpus=2)} if environ is None else environ
-    options = {"capture_output": True, "text": True, "check": False, "env": variables}
+    options = {"capture_output": True, "cwd": "/", "text": True, "check": False, "env": variables}
     return subprocess.run(command, timeout=LIMIT_S, **options)
 
 

@@ -27,6 +27,7 @@ def info(*arguments: str, code: str = "", **settings: Any) -> str:
         [sys.executable, "-c", f"import sys; {code}{RUN}", "info", *arguments],
         env=environment(**settings),
         capture_output=True,
+        cwd="/",
         text=True,
         timeout=LIMIT_S,
         check=False,
@@ -216,7 +217,12 @@ def test_without_a_driver_info_says_so_and_loads_nothing_of_cuda():
         "print([name for name in ('cupy', 'cuda', 'pynvml') if name in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        cwd="/",
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "no CUDA devices: there is no NVIDIA driver (libcuda.so.1 is not found)" in done.stdout

@@ -432,6 +432,11 @@ def test_a_plot_is_a_png(tmp_path, capsys):
 def test_importing_the_package_does_not_load_the_simulation():
     code = "import sys, gpuallreduce; print('gpuallreduce.simulation' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        cwd="/",
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == "False"

@@ -40,6 +40,7 @@ def run_in_child(body: Callable[..., None], arguments: dict[str, Any], **setting
         [*command, json.dumps(arguments)],
         env=environment(**settings),
         capture_output=True,
+        cwd="/",
         text=True,
         timeout=LIMIT_S,
         check=False,
