@@ -353,22 +353,6 @@ def test_types_that_array_interfaces_cannot_name_come_by_dlpack(cuda_ranks):
     assert all((x.get().astype(np.float32) == total(999, 2)).all() for x in xs)
 
 
-def test_numba_arrays_are_used_in_place(cuda_ranks):
-    cuda = pytest.importorskip("numba.cuda")
-    names = gpus.devices(2)
-    comm = cuda_ranks(2)
-    inputs = [filled(500, rank) for rank in range(2)]
-    arrays = []
-    for name, each in zip(names, inputs, strict=True):
-        with cuda.gpus[int(name.partition(":")[2])]:
-            arrays.append(cuda.to_device(each))
-    comm.allreduce(arrays)
-    comm.synchronize()
-    for name, array in zip(names, arrays, strict=True):
-        with cuda.gpus[int(name.partition(":")[2])]:
-            assert (array.copy_to_host() == sum(inputs)).all()
-
-
 def refusals():
     def with_names(make):
         return lambda names: make(names, gpus.put_all(names, [np.ones(6, np.float32)] * 2))

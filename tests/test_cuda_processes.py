@@ -531,3 +531,25 @@ def test_arrays_in_host_memory_need_no_slots_where_gpus_do_not_reach_each_other(
     done = run_alone(LOCAL + textwrap.dedent(body))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["direct", "staged"]
+
+
+def test_numba_arrays_are_used_in_place():
+    """In a process of its own: numba keeps what it once found out about the driver."""
+    pytest.importorskip("numba_cuda", reason="pip install numba-cuda")
+    body = """
+    from numba import cuda
+    comm = gar.Communicator(names[:2])
+    inputs = [np.arange(500, dtype=np.float32) * (rank + 1) for rank in range(2)]
+    arrays = []
+    for name, each in zip(names, inputs):
+        with cuda.gpus[int(name[5:])]:
+            arrays.append(cuda.to_device(each))
+            cuda.synchronize()
+    assert comm.allreduce(arrays) is arrays
+    comm.synchronize()
+    for name, array in zip(names, arrays):
+        with cuda.gpus[int(name[5:])]:
+            assert (array.copy_to_host() == sum(inputs)).all()
+    """
+    done = run_alone(LOCAL + textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr

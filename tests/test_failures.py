@@ -153,6 +153,7 @@ def test_a_killed_rank_is_named_long_before_the_limit(victim):
         comm = gar.init(timeout=30)
         comm.allreduce(np.ones(3))
         if comm.rank == {victim}:
+            comm.allreduce(np.ones(300000))  # so that the others have left the first call
             os.kill(os.getpid(), 9)
         start = time.monotonic()
         report(error_of(lambda: [comm.allreduce(np.ones(300000)) for _ in range(3)]))

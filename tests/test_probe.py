@@ -179,6 +179,7 @@ def check_lying(skip: bool) -> None:
     assert runtime.deviceCanAccessPeer(0, 1)
     with cupy.cuda.Device(0):
         x = cupy.asarray(np.arange(10, dtype=np.float32))
+        runtime.deviceSynchronize()  # the other GPU's streams do not wait for this copy
     with cupy.cuda.Device(1):
         y = cupy.empty_like(x)
         runtime.deviceEnablePeerAccess(0)
