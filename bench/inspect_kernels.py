@@ -26,7 +26,7 @@ from gpuallreduce.algorithms import ALGORITHMS
 from gpuallreduce.errors import CompileError
 from gpuallreduce.jit import Kernel
 from gpuallreduce.jit_cuda import compile_cubin
-from gpuallreduce.plan import Request
+from gpuallreduce.plan import Request, Shards
 from gpuallreduce.types import DTYPES, OPS
 
 from .machine_rules import Row, faults, row
@@ -34,7 +34,7 @@ from .sass import Function, functions
 
 __all__ = ["ARCHS", "SHAPES", "Shape", "ask", "cuobjdump", "inspect", "kernels", "recorded"]
 
-Shape = tuple[str, str, str, str]  # algorithm, collective, order, access
+Shape = tuple[str, str, str, str]  # algorithm, collective (and a node's place), order, access
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 RANKS = (2, 4, 8)
@@ -43,6 +43,9 @@ SHAPES: tuple[Shape, ...] = (
     ("one_shot", "allreduce", "rank", "staged"),
     ("one_shot", "reduce", "rank", "staged"),
     ("one_shot", "reduce_scatter", "rank", "staged"),
+    ("one_shot", "shard_reduce first", "rank", "staged"),
+    ("one_shot", "shard_reduce between", "rank", "staged"),
+    ("one_shot", "shard_reduce last", "rank", "staged"),
     ("two_shot", "allreduce", "rank", "staged"),
     ("two_shot", "allreduce", "rank", "direct"),
     ("ring", "allreduce", "any", "staged"),
@@ -55,14 +58,30 @@ PAIRS = (
     *(("complex128", "prod"), ("int64", "prod"), ("uint8", "max")),
 )
 MOVED = ("uint8", "float16", "float32", "float64", "complex128")
+MOVING = ("all_gather", "broadcast", "shard_gather")
+# Of a node among those that fold one after the other.
+PLACES = {
+    "first": Shards(1, seeded=False, rounded=False),
+    "between": Shards(1, seeded=True, rounded=False),
+    "last": Shards(1, seeded=True, rounded=True),
+    "only": Shards(1, seeded=False, rounded=True),
+}
 INSTALL = "pip install nvidia-cuda-cuobjdump, or put cuobjdump of a CUDA toolkit on PATH"
 
 
 def ask(shape: Shape, dtype: str, op: str, nranks: int) -> Kernel:
     """The kernel of one algorithm for one request."""
-    algorithm, collective, order, access = shape
+    algorithm, what, order, access = shape
+    collective, _, place = what.partition(" ")
     request = Request(
-        collective, DTYPES[dtype], OPS[op], 1000, nranks, order=order, direct=access == "direct"
+        collective,
+        DTYPES[dtype],
+        OPS[op],
+        1000,
+        nranks,
+        order=order,
+        direct=access == "direct",
+        shards=PLACES[place or "only"] if collective.startswith("shard_") else None,
     )
     return ALGORITHMS[algorithm].kernel(request, access)
 
@@ -72,7 +91,7 @@ def kernels() -> list[Kernel]:
     and those that only move.
     """
     every = [ask(shape, *pair, p) for shape in SHAPES for pair in PAIRS for p in RANKS]
-    for collective in ("all_gather", "broadcast"):
+    for collective in MOVING:
         shape = ("one_shot", collective, "rank", "staged")
         every += [ask(shape, dtype, "sum", 2) for dtype in MOVED]
     return list({kernel.symbol: kernel for kernel in every}.values())

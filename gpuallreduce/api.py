@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from gpuallreduce.bootstrap.environment import identify
-from gpuallreduce.bootstrap.rendezvous import Rendezvous
+from gpuallreduce.bootstrap.nodes import Nodes, meet
+from gpuallreduce.calls_across import CallsAcross
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
-from gpuallreduce.errors import InvalidArgument
+from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.locals import check_devices
 from gpuallreduce.placement import joined_rank, local_ranks
 from gpuallreduce.version import VERSION
@@ -65,13 +66,34 @@ def init(
         address=address,
         secret=secret,
         instance=next(_instances),
+        across=True,
     )
     if identity.nranks == 1:
-        placement = local_ranks([name])
-    else:
-        rendezvous = Rendezvous.join(identity, timeout=timeout or 1e9, version=VERSION)
-        placement = joined_rank(rendezvous, name, local_rank=identity.local_rank)
-    return Communicator.over(placement, timeout=timeout)
+        return Communicator.over(local_ranks([name]), timeout=timeout)
+    nodes = meet(identity, timeout=timeout or 1e9, version=VERSION)
+    if len(nodes.sizes) == 1:
+        placement = joined_rank(nodes.node, name, local_rank=identity.local_rank)
+        return Communicator.over(placement, timeout=timeout)
+    return _over_nodes(nodes, name, timeout)
+
+
+def _over_nodes(nodes: Nodes, device: str, timeout: float | None) -> Communicator:
+    """One rank of a job on several machines."""
+    found = [
+        part.payload["device"] for part in nodes.everyone.exchange("devices", {"device": device})
+    ]
+    if any(each != "host" for each in found):
+        nodes.close()
+        raise NotSupported(
+            f"the ranks are on {len(nodes.names)} machines ({', '.join(nodes.names)}), and this "
+            f"version connects host ranks between machines only; found devices {found}"
+        )
+    placement = joined_rank(nodes.node, device, local_rank=nodes.local_rank)
+    return Communicator.over(
+        placement,
+        timeout=timeout,
+        connect=lambda placed, limit: CallsAcross(nodes, placed, timeout=limit),
+    )
 
 
 _communicators: dict[tuple[str, ...], Communicator] = {}

@@ -92,6 +92,7 @@ def _launch_fields(table: Any) -> list[tuple[str, Any]]:
     return [
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("seed", ctypes.c_void_p),
         ("segments", table),
         ("controls", table),
         ("peer_inputs", table),
@@ -120,6 +121,8 @@ def _launch_fields(table: Any) -> list[tuple[str, Any]]:
         ("spin", ctypes.c_uint32),
         ("streaming", ctypes.c_uint32),
         ("push", ctypes.c_uint32),
+        ("nshards", ctypes.c_uint32),
+        ("fold_ranks", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
     ]
 

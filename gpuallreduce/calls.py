@@ -23,7 +23,7 @@ from gpuallreduce.symmetric import SymmetricBuffers, address_table
 from gpuallreduce.tuner import Forced
 from gpuallreduce.types import dtype_of, op_of, reduction
 
-__all__ = ["Calls", "Options"]
+__all__ = ["Calls", "Options", "digest"]
 
 CACHED_PLANS = 4096
 NOT_FORCED = Forced()
@@ -60,7 +60,7 @@ class _Prepared:
     args: tuple[LaunchArgs, ...]
 
 
-def _digest(values: tuple[int, ...]) -> int:
+def digest(values: tuple[int, ...]) -> int:
     """0 for the plain case of arrays in C order, else a number that tells values apart."""
     if not any(values):
         return 0
@@ -72,7 +72,11 @@ class Calls:
 
     Attributes:
         timeout: seconds that one wait may last; None: no limit. After a change call ``forget``.
+        nranks, ranks: of the communicator, and those of them that live in this process.
+        has_short_way: whether repeated calls may go past this class to the device.
     """
+
+    has_short_way = True
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class Calls:
         self.transport = placement.transport
         self.device = placement.device
         self.topology = placement.topology
+        self.nranks, self.ranks = self.transport.nranks, self.transport.ranks
         self.timeout = timeout
         self.orchestrator = Orchestrator(self.transport, self.device, self.topology)
         self._connect = placement.engine
@@ -259,7 +264,7 @@ class Calls:
             detail += tuple(n for place in places for n in (place.buffer.identity, place.offset))
             addresses = Addresses(inputs, outputs, source.table(), target.table())
         for args in prepared.args:
-            args.header.detail = _digest(detail)
+            args.header.detail = digest(detail)
         return addresses
 
     def _remember(self, prepared: _Prepared, bounds: Sequence[Bound], options: Options) -> None:

@@ -5,11 +5,8 @@ Knows nothing of plans, kernels or processes: it checks arguments and hands boun
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +17,6 @@ import numpy as np
 from gpuallreduce.arrays import Array
 from gpuallreduce.calls import Calls, Options
 from gpuallreduce.collectives import Collectives
-from gpuallreduce.devices.base import Device
 from gpuallreduce.errors import (
     Aborted,
     Closed,
@@ -31,6 +27,7 @@ from gpuallreduce.errors import (
     Timeout,
 )
 from gpuallreduce.fused import Fuser, buckets
+from gpuallreduce.lifetime import end_dropped, lay_aside_when_dropped, remember
 from gpuallreduce.locals import (
     LocalRanks,
     check_devices,
@@ -84,23 +81,42 @@ class Communicator(Collectives):
         self._start(local_ranks(check_devices(devices)), timeout)
 
     @classmethod
-    def over(cls, placement: Placement, *, timeout: float | None) -> Communicator:
-        """A communicator of ranks placed in any way; ``gpuallreduce.init`` uses it."""
+    def over(
+        cls,
+        placement: Placement,
+        *,
+        timeout: float | None,
+        connect: Callable[[Placement, float | None], Calls] | None = None,
+    ) -> Communicator:
+        """A communicator of ranks placed in any way; ``gpuallreduce.init`` uses it.
+
+        Args:
+            placement: of the ranks of this machine.
+            timeout: as in the constructor.
+            connect: makes the calls of ranks that are not all on this machine.
+        """
         self = cls.__new__(cls)
-        self._start(placement, timeout)
+        self._start(placement, timeout, connect)
         return self
 
-    def _start(self, placement: Placement, timeout: float | None) -> None:
-        transport, topology = placement.transport, placement.topology
-        self.nranks = transport.nranks
-        self.ranks = transport.ranks
-        self.topology = topology
+    def _start(
+        self,
+        placement: Placement,
+        timeout: float | None,
+        connect: Callable[[Placement, float | None], Calls] | None = None,
+    ) -> None:
+        limit = check_timeout(timeout)
+        self.topology = placement.topology
         self._device = placement.device
         try:
-            self._calls = Calls(placement, timeout=check_timeout(timeout))
+            calls = (
+                Calls(placement, timeout=limit) if connect is None else connect(placement, limit)
+            )
         except BaseException:
-            transport.close()  # no kernel of any rank has run
+            placement.transport.close()  # no kernel of any rank has run
             raise
+        self._calls = calls
+        self.nranks, self.ranks = calls.nranks, calls.ranks
         self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
         self._fuser = Fuser(len(self.ranks), self._device.arrays)
         self._call = self._short_way()
@@ -109,10 +125,9 @@ class Communicator(Collectives):
         self._lock = threading.RLock()
         self._dropped: Any = None
         if self._device.asynchronous:
-            _end_dropped()
-            self._dropped = weakref.finalize(self, _lay_aside, self._device, self._calls)
-            self._dropped.atexit = False
-        _open_communicators.add(self)
+            end_dropped()
+            self._dropped = lay_aside_when_dropped(self, self._device, self._calls)
+        remember(self)
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -170,7 +185,7 @@ class Communicator(Collectives):
         self._closed = True
         if self._dropped is not None:
             self._dropped.detach()
-            _end_dropped()
+            end_dropped()
         self._device.close()
         if self._device.forked:
             return  # all that could be closed is the parent's
@@ -423,7 +438,7 @@ class Communicator(Collectives):
 
     def _short_way(self) -> Callable[[Any, Any, str], Any]:
         """What all-reduces without options try first: see devices.base.Device.call."""
-        if self.nranks == 1:
+        if self.nranks == 1 or not self._calls.has_short_way:
             return _no_call
         device = self._device
         if not device.asynchronous:
@@ -468,36 +483,3 @@ def _forced(
 def _no_call(arrays: Any, out: Any, op: str) -> None:
     """Stands in for the device's short way where it does not apply."""
     return None
-
-
-# NOTE dropped communicators. Who drops one without closing it may have calls on GPUs that run, and
-# its finalizer may run anywhere, where nothing may be waited for. So what it is made of is laid
-# aside, and ended when another communicator is made or closed, or with the interpreter.
-_dropped: list[tuple[Device, Calls]] = []
-
-
-def _lay_aside(device: Device, calls: Calls) -> None:
-    _dropped.append((device, calls))
-
-
-def _end_dropped() -> None:
-    while _dropped:
-        device, calls = _dropped.pop()
-        if not device.forked:
-            device.close()
-            device.drain(calls.look_out, calls.orchestrator.abort)
-            with suppress(Error):  # nobody is left to catch it
-                calls.end()
-
-
-_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    _end_dropped()
-    for communicator in list(_open_communicators):
-        try:
-            communicator.close()
-        except Error as error:  # nobody is left to catch it
-            print(f"gpuallreduce: a call failed: {type(error).__name__}: {error}", file=sys.stderr)

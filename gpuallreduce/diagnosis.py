@@ -17,6 +17,7 @@ from gpuallreduce.args import (
     GarHeader,
     GarReport,
 )
+from gpuallreduce.bootstrap.peers import Labels
 from gpuallreduce.errors import Aborted, Error, MismatchError, Timeout
 from gpuallreduce.memory import LINE_BYTES, Segments
 from gpuallreduce.plan import decode_header
@@ -54,12 +55,12 @@ def _hints(names: str) -> str:
     return "".join(hints)
 
 
-def _mismatch(reporter: int, report: GarReport) -> Error:
+def _mismatch(reporter: int, report: GarReport, labels: Labels) -> Error:
     names = _differences(report.mine, report.theirs)
     return MismatchError(
         f"the ranks did not make the same call; they differ in {names}:\n"
-        f"  rank {reporter}: {_call(report.mine)}\n"
-        f"  rank {report.peer}: {_call(report.theirs)}\n"
+        f"  {labels.rank(reporter)}: {_call(report.mine)}\n"
+        f"  {labels.rank(report.peer)}: {_call(report.theirs)}\n"
         "make the same calls with the same arguments in the same order on every rank"
         f"{_hints(names)}"
     )
@@ -79,52 +80,51 @@ def _absent(report: GarReport, waiting: int, segments: Segments) -> list[int]:
     return absent
 
 
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _waiting(reporter: int, report: GarReport, segments: Segments) -> str:
+def _waiting(reporter: int, report: GarReport, segments: Segments, labels: Labels) -> str:
     absent = _absent(report, reporter, segments) if report.word == CALL else []
-    where = f"rank {reporter} was in {_call(report.mine)}, channel {report.channel}"
+    where = f"{labels.rank(reporter)} was in {_call(report.mine)}, channel {report.channel}"
     if report.word == CALL:
         missing = absent or [int(report.peer)]
-        return f"{where}; {_ranks(missing)} did not make this call"
+        return f"{where}; {labels.names(missing)} did not make this call"
     what = "a free slot (credit)" if report.word == CREDIT else "data (ready)"
     return (
-        f"{where}; it waited for {what} of step {report.step} from rank {report.peer}: "
+        f"{where}; it waited for {what} of step {report.step} from {labels.rank(report.peer)}: "
         f"expected {report.expected}, last seen {report.seen}"
     )
 
 
-def explain(reports: dict[int, GarReport], segments: Segments, transport: Transport) -> Error:
+def explain(
+    reports: dict[int, GarReport], segments: Segments, transport: Transport, labels: Labels
+) -> Error:
     """The error that says best why the ranks gave up.
 
     Args:
         reports: by reporting rank, as found in a local rank's segment.
         segments: to read who has entered the call.
         transport: knows which processes are gone.
+        labels: what people call the ranks.
     """
     gone = list(transport.lost())
-    fate = f" The process of {_ranks(gone)} is gone." if gone else ""
+    fate = f" The process of {labels.names(gone)} is gone." if gone else ""
     for code in _PRIORITY:
         for reporter, report in reports.items():
             marked = code in (LOST, CLOSED) and report.mine.sequence == 0  # a mark, not a report
             if report.code != code or marked:
                 continue
-            waiting = _waiting(reporter, report, segments)
+            waiting = _waiting(reporter, report, segments, labels)
             if code == MISMATCH:
-                return _mismatch(reporter, report)
+                return _mismatch(reporter, report, labels)
             if code in (LOST, CLOSED):
                 end = (
                     "has closed its communicator"
                     if code == CLOSED
                     else "is gone: its process has ended"
                 )
-                return Aborted(f"rank {report.peer} {end}; {waiting}")
+                return Aborted(f"{labels.rank(report.peer)} {end}; {waiting}")
             if code == ABORTED and report.mine.sequence == 0:
-                return Aborted(f"rank {reporter} aborted the communicator.{fate}")
+                return Aborted(f"{labels.rank(reporter)} aborted the communicator.{fate}")
             if code == ABORTED:
-                return Aborted(f"rank {reporter} was interrupted: {waiting}.{fate}")
+                return Aborted(f"{labels.rank(reporter)} was interrupted: {waiting}.{fate}")
             return Timeout(
                 f"gave up after {report.elapsed_ns / 1e9:.3g} s: {waiting}.{fate} "
                 "If the rank is only slow, raise timeout="

@@ -7,13 +7,14 @@ Knows nothing of geometry: what moves where is the plan's and the kernel's busin
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpuallreduce import diagnosis
 from gpuallreduce.algorithms import ALGORITHMS, BY_NAME
 from gpuallreduce.algorithms.base import placed
 from gpuallreduce.args import ABORTED, CLOSED, GarReport, set_table
+from gpuallreduce.bootstrap.peers import Labels
 from gpuallreduce.devices.base import Device, LaunchArgs
 from gpuallreduce.errors import CompileError, Error
 from gpuallreduce.memory import LINE_BYTES, Segments, layout_segment
@@ -34,21 +35,30 @@ class Addresses:
     direct.
 
     The tables are ctypes arrays of pointers in rank order; whoever passes them keeps them alive.
+    Seeds are what shard_reduce folds onto, one for each local rank.
     """
 
     inputs: Sequence[int]
     outputs: Sequence[int]
     peer_inputs: ctypes.Array[ctypes.c_void_p] | None = None
     peer_outputs: ctypes.Array[ctypes.c_void_p] | None = None
+    seeds: Sequence[int] | None = None
 
 
 class Orchestrator:
-    """Owns the segments of a communicator and runs its plans."""
+    """Owns the segments of a communicator and runs its plans.
+
+    Attributes:
+        labels: what messages call the ranks.
+        reason: makes of an error what is known better elsewhere.
+    """
 
     def __init__(self, transport: Transport, device: Device, topology: Topology) -> None:
         self.transport = transport
         self.device = device
         self.topology = topology
+        self.labels = Labels()
+        self.reason: Callable[[Error], Error] | None = None
         regions = [
             placed(region, topology)
             for algorithm in ALGORITHMS.values()
@@ -86,6 +96,9 @@ class Orchestrator:
         )
         args.spin = 0 if self.topology.crowded or self.device.asynchronous else SPINS
         args.streaming, args.push = int(plan.config.streaming), int(plan.config.push)
+        if plan.request.shards is not None:
+            args.nshards = plan.request.shards.count
+            args.fold_ranks = plan.request.shards.fold_ranks
         if rank == self.transport.ranks[0] and self.device.poll:
             # The caller's own thread runs the first rank, so it can let signal handlers run.
             args.poll, args.poll_context = self.device.poll, self.device.poll_context
@@ -100,6 +113,8 @@ class Orchestrator:
         """
         for i, each in enumerate(args):
             each.input, each.output = addresses.inputs[i], addresses.outputs[i]
+            if addresses.seeds is not None:
+                each.seed = addresses.seeds[i]
             if addresses.peer_inputs is not None and addresses.peer_outputs is not None:
                 set_table(each, "peer_inputs", addresses.peer_inputs)
                 set_table(each, "peer_outputs", addresses.peer_outputs)
@@ -123,7 +138,8 @@ class Orchestrator:
             # With acquire: the code was stored after the rest of the report.
             if self.device.load_acquire(ctypes.addressof(report)) != 0:
                 reports[reporter] = report
-        return diagnosis.explain(reports, self.segments, self.transport)
+        error = diagnosis.explain(reports, self.segments, self.transport, self.labels)
+        return error if self.reason is None else self.reason(error)
 
     def abort_word(self) -> ctypes.c_uint64:
         """The word of the first local rank that is nonzero once any rank gave up."""

@@ -21,12 +21,62 @@ __all__ = [
     "Plan",
     "Region",
     "Request",
+    "Shards",
     "decode_header",
+    "shard_range",
 ]
 
-COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+COLLECTIVES = (
+    *("allreduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
+    *("shard_reduce", "shard_gather"),  # of one node's ranks, as parts of a call of several nodes
+)
 ORDERS = ("rank", "any")
 ACCESSES = ("staged", "direct", "engine")
+LINE_BYTES = 128  # kLineBytes of primitives.cuh
+_SHARD_BITS = 11  # of a shard count and of a rank count in a header
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How one node's ranks share a call of several nodes.
+
+    Attributes:
+        count: shards of the array; shard s belongs to rank s of every node.
+        seeded: shards are folded onto what the nodes before have folded.
+        rounded: this node is the last to fold: it finishes and rounds.
+        fold_ranks: ranks of all nodes together.
+    """
+
+    count: int
+    seeded: bool = False
+    rounded: bool = True
+    fold_ranks: int = 0
+
+    @property
+    def code(self) -> int:
+        """What of it a call header holds; of large numbers the last digits tell them apart."""
+        mask = (1 << _SHARD_BITS) - 1
+        code = (self.count & mask) << _SHARD_BITS | self.fold_ranks & mask
+        return code << 2 | int(self.seeded) << 1 | int(self.rounded)
+
+
+def shard_range(count: int, owner: int, nshards: int, itemsize: int) -> tuple[int, int]:
+    """First element and number of elements of a shard, as the kernels cut an array.
+
+    Shards are whole cache lines. So it does not matter whether a kernel counts complex elements or
+    twice as many parts: the shards are the same bytes.
+
+    Args:
+        count: elements of the array.
+        owner: the shard.
+        nshards: shards of the array.
+        itemsize: bytes of an element, a power of two.
+    """
+    grain = max(1, LINE_BYTES // itemsize)
+    longest = (count + nshards - 1) // nshards
+    each = (longest + grain - 1) // grain * grain
+    first = min(owner * each, count)
+    return first, min(each, count - first)
 
 
 @dataclass(frozen=True)
@@ -43,6 +93,7 @@ class Request:
         direct: True if every rank's arrays can be addressed by all ranks.
         in_place: True if the output is the input.
         root: for broadcast and reduce.
+        shards: for shard_reduce and shard_gather.
     """
 
     collective: str
@@ -54,11 +105,12 @@ class Request:
     direct: bool = False
     in_place: bool = True
     root: int = 0
+    shards: Shards | None = None
 
     @property
     def reduces(self) -> bool:
         """Whether elements are combined, or only moved."""
-        return self.collective in ("allreduce", "reduce", "reduce_scatter")
+        return self.collective in ("allreduce", "reduce", "reduce_scatter", "shard_reduce")
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +197,8 @@ class Plan:
         what = request.collective
         if request.reduces:
             what += f" {request.op.name}"
+        if request.shards is not None:
+            what += f" in {request.shards.count} shards"
         lines = [
             f"{what} of {request.count} x {request.dtype.name} on {request.nranks} ranks "
             f"({request.nbytes} bytes, {'in place' if request.in_place else 'out of place'})",
@@ -190,7 +244,7 @@ class Plan:
             (ORDERS.index(request.order), 4),
             (algorithm_code, 8),
             (ACCESSES.index(config.access), 4),
-            (request.root, 24),
+            (request.shards.code if request.shards else request.root, 24),
         ):
             signature = signature << bits | value
         geometry = config.chunk_count << 16 | int(config.push) << 15 | config.nchannels
@@ -219,6 +273,10 @@ def decode_header(header: GarHeader, algorithms: tuple[str, ...]) -> dict[str, A
         "count": header.count,
     }
     decoded.update(reversed(list(fields.items())))
+    if str(decoded["collective"]).startswith("shard_"):
+        code, mask = decoded.pop("root"), (1 << _SHARD_BITS) - 1
+        decoded["nshards"], decoded["fold_ranks"] = code >> 2 + _SHARD_BITS, code >> 2 & mask
+        decoded["seeded"], decoded["rounded"] = bool(code & 2), bool(code & 1)
     decoded["chunk_count"], decoded["nchannels"] = header.geometry >> 16, header.geometry & 0x7FFF
     decoded["arrangement"] = f"{header.detail:#x}"
     return decoded

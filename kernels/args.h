@@ -42,8 +42,9 @@ typedef void* const* GarTable;
 
 // One launch on one rank. Offsets are bytes from the start of any rank's segment or control block: they are alike.
 struct GarArgs {
-  const void* input;         // [count] elements of this rank
-  void* output;              // may equal input, overlaps it in no other way
+  const void* input;         // [count] elements of this rank; shard_gather: its shard
+  void* output;              // may equal input, overlaps it in no other way; shard_reduce: this rank's shard
+  const void* seed;          // shard_reduce: accumulators that this rank's shard is folded onto; may be null
   GarTable segments;         // [nranks] every rank's segment, as addressed from this rank
   GarTable controls;         // [nranks] every rank's control block: memory that the host reads and writes meanwhile
   GarTable peer_inputs;      // [nranks] every rank's input, direct access only
@@ -65,14 +66,16 @@ struct GarArgs {
   GarHeader header;  // sequence is filled in by the kernel
   uint32_t rank;
   uint32_t nranks;
-  uint32_t root;       // broadcast and reduce
-  uint32_t nsets;      // sets of slots: 2 where an algorithm sends and returns
-  uint32_t nlinks;     // slots side by side in a set: one per peer, or 1 where only one peer ever uses them
-  uint32_t nslots;     // a power of two, so that step % nslots survives the wrap of step
-  uint32_t spin;       // host devices: pauses before the first yield
-  uint32_t streaming;  // host devices: store the output past the caches
-  uint32_t push;       // slots lie with the receiver (else with the sender)
-  uint32_t reserved;   // zero; makes the padding visible
+  uint32_t root;        // broadcast and reduce
+  uint32_t nsets;       // sets of slots: 2 where an algorithm sends and returns
+  uint32_t nlinks;      // slots side by side in a set: one per peer, or 1 where only one peer ever uses them
+  uint32_t nslots;      // a power of two, so that step % nslots survives the wrap of step
+  uint32_t spin;        // host devices: pauses before the first yield
+  uint32_t streaming;   // host devices: store the output past the caches
+  uint32_t push;        // slots lie with the receiver (else with the sender)
+  uint32_t nshards;     // shards of the array: one for each of the first ranks
+  uint32_t fold_ranks;  // ranks that a shard has been folded over in the end: what avg divides by
+  uint32_t reserved;    // zero; makes the padding visible
 };
 
 // A copy between two arrays of one shape on one GPU. Strides are bytes and may be negative.

@@ -36,6 +36,8 @@ MOVED = (
     ("all_gather", "complex128"),
     ("broadcast", "float16"),
     ("broadcast", "float64"),
+    ("shard_gather", "bfloat16"),
+    ("shard_gather", "complex128"),
 )
 HOST_COMPILERS = ("g++", "clang++")
 # Included by the platform headers in the middle, after names that each target defines its own way.
@@ -87,7 +89,7 @@ def need_nvrtc() -> None:
 
 def test_the_covering_sample_holds_every_template() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in jit.kernels_folder().glob("*.cuh"))
-    collectives = set(re.findall(r"struct (\w+) : Exchange<T>", text))
+    collectives = set(re.findall(r"struct (\w+) : (?:Exchange|Shards)<T>", text))
     functions = set(
         re.findall(r"GAR_DEVICE bool (\w+)\(const Block& block, const GarArgs& args\)", text)
     )

@@ -14,7 +14,7 @@ ROOT = Path(gpuallreduce.__file__).parent
 # From the lowest level up. A module may import from its own level's lower neighbours and below; a
 # name with a dot stands for one module of a package, one without for a module or a whole package.
 LEVELS = [
-    ["errors", "version"],
+    ["errors", "version", "tracing"],
     ["types", "args", "jit", "topology", "links"],
     ["jit_cuda", "reference", "inputs"],
     ["accuracy", "checks"],
@@ -33,7 +33,11 @@ LEVELS = [
     ["placement_cuda"],
     ["diagnosis"],
     ["orchestrator"],
+    ["shards"],
+    ["in_step"],
+    ["across"],
     ["calls"],
+    ["calls_across", "lifetime"],
     ["collectives"],
     ["communicator"],
     ["api"],
@@ -49,7 +53,7 @@ GUARDED = {
     "cupy": ["devices", "fabric.nccl_library", "bench"],
     "cuda": ["jit_cuda", "devices"],
     "pynvml": ["devices.nvml"],
-    "mpi4py": ["fabric.mpi", "bench"],
+    "mpi4py": ["fabric.mpi_library", "bench"],
     "matplotlib": ["bench"],
     "numba": ["reference", "bench.numba_copy"],
     "rich": ["bench", "validation", "cli"],

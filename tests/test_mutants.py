@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from races import algorithm_mutants, primitive_mutants
+from races import algorithm_mutants, primitive_mutants, shard_mutants
 from races.harness import Build, Result, build, run
 from races.mutant import Mutant
 
 from gpuallreduce import jit
 
-MUTANTS = primitive_mutants.MUTANTS + algorithm_mutants.MUTANTS
+MUTANTS = primitive_mutants.MUTANTS + algorithm_mutants.MUTANTS + shard_mutants.MUTANTS
 SEEDS = range(1, 9)  # a mutant that needs luck with the schedule gets so many tries
 CONTROL_SEEDS = (1, 2)
 LIMIT_S = 30
@@ -68,7 +68,9 @@ def test_mutant_is_noticed(mutant: Mutant, hunts: dict[str, Future[Result]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", sorted({mutant.build() for mutant in MUTANTS}, key=str), ids=lambda how: how.element
+    "how",
+    sorted({mutant.build() for mutant in MUTANTS}, key=str),
+    ids=lambda how: f"{how.element}-{how.operator}",
 )
 def test_kernels_as_they_are_pass_every_hunt(how: Build) -> None:
     scenarios = {mutant.scenario for mutant in MUTANTS if mutant.build() == how}

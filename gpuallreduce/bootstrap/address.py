@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import socket
 
+from gpuallreduce.bootstrap.interfaces import chosen, interfaces
 from gpuallreduce.errors import InvalidArgument
 
-__all__ = ["MAX_NAME_BYTES", "connect", "is_unix", "listen", "parse"]
+__all__ = ["MAX_NAME_BYTES", "connect", "described", "is_unix", "listen", "parse"]
 
 MAX_NAME_BYTES = 100  # sun_path has 108, one of them for the leading zero byte
 _UNIX = "unix:"
@@ -45,16 +46,26 @@ def parse(address: str) -> str | tuple[str, int]:
     return host, int(port)
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, *, interface: str | None = None) -> socket.socket:
     """A listening socket that does not block. Raises OSError, EADDRINUSE if it is taken.
 
     An abstract name ends with the socket: nothing is left behind, however the process dies.
+
+    Args:
+        address: where to listen.
+        interface: with HOST:PORT, listen at the address that this asks for instead of that which
+            HOST has on this machine (``interfaces``).
+
+    Raises:
+        InvalidArgument: this machine has no address like that.
     """
     where = parse(address)
     if isinstance(where, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         target: str | tuple[str, int] = f"\0{where}"
     else:
+        if interface is not None:
+            where = chosen(interface, interfaces()), where[1]
         family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         # Only past connections are shared with: two listeners on one port stay an error.
@@ -68,6 +79,16 @@ def listen(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def described(address: str, sock: socket.socket) -> str:
+    """The address, and the one that the socket listens at where that tells more."""
+    if is_unix(address):
+        return address
+    bound = str(sock.getsockname()[0])
+    if bound.startswith("127.") or bound == "::1":
+        return f"{address} (here {bound}, which no other machine can reach)"
+    return address if bound in address else f"{address} (here {bound})"
 
 
 def connect(address: str, *, timeout: float) -> socket.socket:

@@ -11,11 +11,13 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gpuallreduce.bootstrap import address as addresses
+from gpuallreduce.bootstrap.census import Census, Home
 from gpuallreduce.bootstrap.environment import Identity
 from gpuallreduce.bootstrap.handshake import Refused, introduce
 from gpuallreduce.bootstrap.peers import GRACE_SECONDS, Failure, Peer
@@ -23,55 +25,79 @@ from gpuallreduce.bootstrap.reception import Reception
 from gpuallreduce.bootstrap.wire import Connection, ConnectionLost, Deadline, Malformed, encode
 from gpuallreduce.errors import DeviceError, MismatchError, Timeout
 
-__all__ = ["assemble"]
+__all__ = ["Assembly", "assemble"]
 
 
-def assemble(identity: Identity, *, deadline: Deadline, version: str | None) -> dict[int, Peer]:
+@dataclass(frozen=True)
+class Assembly:
+    """All ranks, connected.
+
+    Attributes:
+        peers: of rank 0: every other rank; of the others: rank 0.
+        census: where the ranks are, if they are on several nodes.
+    """
+
+    peers: dict[int, Peer]
+    census: Census | None = None
+
+
+def assemble(
+    identity: Identity, *, deadline: Deadline, version: str | None, across: bool = False
+) -> Assembly:
     """Waits until all ranks are there.
 
-    Returns:
-        Rank 0: every other rank. The others: rank 0.
+    Args:
+        identity: who this process is.
+        deadline: for all ranks to be there.
+        version: compared between ranks; by default that of the installed package.
+        across: let ranks be on several nodes, the same on every rank.
 
     Raises:
         MismatchError: two processes claim one rank, or nranks, version or secret differ.
         DeviceError: a rank came and ended, or the address cannot be listened at.
         NotSupported: the ranks are on different machines.
+        InvalidArgument: with ``across``, ranks on different machines say they are on one node.
         Timeout: ranks are missing; names them.
     """
+    machine = _machine()
     hello = {
         "rank": identity.rank,
         "nranks": identity.nranks,
         "version": version if version is not None else _version(),
-        "machine": _machine(),
+        "machine": machine,
+        "home": _home(identity, machine).message(),
         "pid": os.getpid(),
     }
     if identity.nranks == 1:
-        return {}
+        return Assembly({})
     if identity.rank == 0:
-        return _assemble_at_rank_0(identity, hello, deadline)
-    peer, onward = _enlist(identity, identity.address, hello, deadline)
-    if onward is not None:
+        return _assemble_at_rank_0(identity, hello, deadline, across=across)
+    peer, word = _enlist(identity, identity.address, hello, deadline)
+    if word.onward is not None:
         peer.connection.close()
-        peer, _ = _enlist(identity, onward, hello, deadline)
-    return {0: peer}
+        peer, _ = _enlist(identity, word.onward, hello, deadline)
+    return Assembly({0: peer}, word.census)
 
 
 def _assemble_at_rank_0(
-    identity: Identity, hello: dict[str, Any], deadline: Deadline
-) -> dict[int, Peer]:
+    identity: Identity, hello: dict[str, Any], deadline: Deadline, *, across: bool
+) -> Assembly:
     door = _open_door(identity, hello, deadline)
+    reception = Reception(identity, hello, deadline, door, across=across)
     if addresses.is_unix(identity.address):
-        return Reception(identity, hello, deadline, door).run(onward=None)
-    # Descriptors only pass through Unix sockets: meet over TCP, then move to one with a random
-    # name. That is enough while all ranks of a job are on one machine, which Reception checks;
-    # ranks elsewhere would stay on TCP and have no descriptors to pass.
+        return Assembly(reception.run(onward=None), reception.census)
+    # Descriptors only pass through Unix sockets: meet over TCP, then, if all ranks are on one
+    # node, move to one with a random name. Ranks of several nodes stay on TCP.
     onward = f"unix:gpuallreduce-{secrets.token_hex(16)}"
     with contextlib.ExitStack() as stack:
         inner = addresses.listen(onward)
         stack.callback(inner.close)
-        for peer in Reception(identity, hello, deadline, door).run(onward=onward).values():
+        peers = reception.run(onward=onward)
+        if reception.census is not None:
+            return Assembly(peers, reception.census)
+        for peer in peers.values():
             stack.callback(peer.connection.close)
-        return Reception(identity, hello, deadline, inner).run(onward=None)
+        return Assembly(Reception(identity, hello, deadline, inner).run(onward=None))
 
 
 def _version() -> str:
@@ -90,10 +116,18 @@ def _machine() -> str:
         return ""
 
 
+def _home(identity: Identity, machine: str) -> Home:
+    host = socket.gethostname()
+    if identity.node is not None:
+        return Home(f"name {identity.node}", identity.node, machine)
+    # The name too: virtual machines restored from one snapshot share even the boot's number.
+    return Home(f"{machine} {host}", host, machine)
+
+
 def _open_door(identity: Identity, hello: dict[str, Any], deadline: Deadline) -> socket.socket:
     while True:
         try:
-            return addresses.listen(identity.address)
+            return addresses.listen(identity.address, interface=identity.interface)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise DeviceError(f"rank 0 cannot listen at {identity.address}: {error}") from error
@@ -113,8 +147,8 @@ def _open_door(identity: Identity, hello: dict[str, Any], deadline: Deadline) ->
 
 def _enlist(
     identity: Identity, address: str, hello: dict[str, Any], deadline: Deadline
-) -> tuple[Peer, str | None]:
-    """Goes to rank 0, as often as it takes; returns the way to it and where to go from there."""
+) -> tuple[Peer, _Word]:
+    """Goes to rank 0, as often as it takes; returns the way to it and what it said."""
     pause = 0.001
     while True:
         try:
@@ -155,7 +189,15 @@ def _knock(identity: Identity, address: str, hello: dict[str, Any], deadline: De
     return Peer(connection)
 
 
-def _verdict(peer: Peer, deadline: Deadline) -> str | None:
+@dataclass(frozen=True)
+class _Word:
+    """What rank 0 says once all are there: where to go from there, or who is where."""
+
+    onward: str | None
+    census: Census | None
+
+
+def _verdict(peer: Peer, deadline: Deadline) -> _Word:
     try:
         body = peer.connection.recv(
             deadline=deadline.extended(GRACE_SECONDS), awaiting="rank 0 to say that all are there"
@@ -166,4 +208,4 @@ def _verdict(peer: Peer, deadline: Deadline) -> str | None:
     if failure is not None:
         raise failure.error()
     onward = body.get("onward")
-    return onward if isinstance(onward, str) else None
+    return _Word(onward if isinstance(onward, str) else None, Census.found_in(body))

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuallreduce.bootstrap import address as addresses
+from gpuallreduce.bootstrap.interfaces import INTERFACE
+from gpuallreduce.bootstrap.launchers import (
+    LOCAL_RANK,
+    NRANKS,
+    RANK,
+    Launcher,
+    integer,
+    launched_by,
+    numbers,
+)
 from gpuallreduce.errors import InvalidArgument, NotSupported
 
-__all__ = ["ADDRESS", "LOCAL_RANK", "NRANKS", "RANK", "SECRET", "Identity", "identify"]
+__all__ = ["ADDRESS", "LOCAL_RANK", "NODE", "NRANKS", "RANK", "SECRET", "Identity", "identify"]
 
-RANK = "GPUALLREDUCE_RANK"
-NRANKS = "GPUALLREDUCE_NRANKS"
-LOCAL_RANK = "GPUALLREDUCE_LOCAL_RANK"
 ADDRESS = "GPUALLREDUCE_ADDRESS"
 SECRET = "GPUALLREDUCE_SECRET"
+NODE = "GPUALLREDUCE_NODE"
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_LONGEST_NODE = 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Identity:
         address: where rank 0 listens: ``unix:NAME`` or ``HOST:PORT``.
         secret: what all ranks of the job know and nobody else.
         source: where rank and nranks came from.
+        node: what this rank's node is called by whoever started it.
+        interface: which address of this machine rank 0 listens at, if HOST does not say.
     """
 
     rank: int
@@ -44,54 +55,8 @@ class Identity:
     address: str
     secret: bytes = field(repr=False)
     source: str
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """How one launcher names things; ``job`` is the same text in all processes of one job only."""
-
-    source: str
-    rank: str
-    nranks: str
-    local_rank: str
-    local_nranks: str
-    job: tuple[str, ...]
-    needs: str | None = None
-
-
-# In order of precedence. A launcher has started this process if its rank variable is there: number
-# variables alone also appear where nothing was launched (SLURM_NTASKS in an allocation's shell).
-_LAUNCHERS = (
-    _Launcher("gpuallreduce run", RANK, NRANKS, LOCAL_RANK, NRANKS, ()),
-    _Launcher(
-        "torchrun",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        # The port is torchrun's own: it names the job, and is never bound here.
-        ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    ),
-    _Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    _Launcher("MPICH/PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
-    _Launcher(
-        "SLURM",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        # A batch script is task 0 of many and nobody starts the others: only srun makes a step.
-        needs="SLURM_STEP_ID",
-    ),
-)
+    node: str | None = None
+    interface: str | None = None
 
 
 def identify(
@@ -103,6 +68,7 @@ def identify(
     secret: str | bytes | None = None,
     instance: int = 0,
     parent_pid: int | None = None,
+    across: bool = False,
 ) -> Identity:
     """Finds out which rank this process is and where the ranks meet.
 
@@ -113,6 +79,13 @@ def identify(
 
     Without an address the ranks meet at an abstract Unix socket named after the user, the
     launcher's job (else the parent process, which the ranks then have in common) and ``instance``.
+    With ``across``, ranks that the launcher spread over machines meet at MASTER_ADDR (set by
+    torchrun, or by hand for mpirun and srun), at the port after MASTER_PORT, which may be in use.
+
+    ``GPUALLREDUCE_NODE`` names this rank's node (by default, ranks that can share memory are on
+    one), so that several nodes can be tried on one machine. ``GPUALLREDUCE_INTERFACE`` says which
+    of its addresses rank 0 listens at (see ``interfaces``); by default, that which HOST stands for
+    there. It is needed where rank 0's machine takes its own name for 127.0.1.1.
 
     Args:
         environ: ``os.environ``.
@@ -123,6 +96,7 @@ def identify(
             so a value derived from the job is enough; over TCP it is required.
         instance: how many communicators this process made before.
         parent_pid: for tests; the process that started this one.
+        across: whether ranks may be on several machines.
 
     Raises:
         InvalidArgument: a value is missing, no integer, out of range or malformed.
@@ -131,67 +105,31 @@ def identify(
     if (rank is None) != (nranks is None):
         given, missing = ("rank", "nranks") if nranks is None else ("nranks", "rank")
         raise InvalidArgument(f"{given}= was given without {missing}=: pass both, or neither")
-    launcher = None if rank is not None else _launched_by(environ)
+    launcher = None if rank is not None else launched_by(environ)
     if rank is not None and nranks is not None:
         source, local = "arguments", (rank, nranks)
     elif launcher is not None:
         source = launcher.source
-        rank, nranks, local = _numbers(environ, launcher)
+        rank, nranks, local = numbers(environ, launcher)
     else:
         source, rank, nranks, local = "single process", 0, 1, (0, 1)
     _check_range(rank, nranks, *local, source=source)
     job = _job(environ, launcher, parent_pid)
-    address = address or _address(environ, job, instance, spread=local[1] < nranks)
+    spread = local[1] < nranks
+    if across and spread and not environ.get(ADDRESS):
+        address = address or _master(environ)
+    address = address or _address(environ, job, instance, spread=spread)
     addresses.parse(address)
     return Identity(
-        rank, nranks, *local, address, _secret(environ, secret, address, nranks), source
+        rank,
+        nranks,
+        *local,
+        address,
+        _secret(environ, secret, address, nranks),
+        source,
+        _node(environ),
+        environ.get(INTERFACE) or None,
     )
-
-
-def _launched_by(environ: Mapping[str, str]) -> _Launcher | None:
-    for launcher in _LAUNCHERS:
-        if launcher.rank in environ and (launcher.needs is None or launcher.needs in environ):
-            return launcher
-    if NRANKS in environ:
-        raise InvalidArgument(f"{NRANKS} is set and {RANK} is not: set both, or neither")
-    return None
-
-
-def _numbers(environ: Mapping[str, str], launcher: _Launcher) -> tuple[int, int, tuple[int, int]]:
-    if launcher.nranks not in environ:
-        raise InvalidArgument(
-            f"{launcher.rank} is set ({launcher.source}) and {launcher.nranks} is not: set both, "
-            "or neither"
-        )
-    rank = _integer(environ, launcher.rank)
-    nranks = _integer(environ, launcher.nranks)
-    if launcher.local_rank not in environ:
-        return rank, nranks, (rank, nranks)
-    local_nranks = nranks
-    if launcher.source == "SLURM":
-        local_nranks = _slurm_local_nranks(environ, launcher.local_nranks, nranks)
-    elif launcher.local_nranks in environ:
-        local_nranks = _integer(environ, launcher.local_nranks)
-    return rank, nranks, (_integer(environ, launcher.local_rank), local_nranks)
-
-
-def _slurm_local_nranks(environ: Mapping[str, str], name: str, nranks: int) -> int:
-    """The tasks of this node out of a list like ``4(x2),3``: two nodes of 4 and one of 3."""
-    per_node: list[int] = []
-    for group in environ.get(name, str(nranks)).split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group)
-        if match is None:
-            raise InvalidArgument(f"{name} must look like 4(x2),3, found {environ[name]!r}")
-        per_node += [int(match[1])] * int(match[2] or 1)
-    node = _integer(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-    return per_node[node] if 0 <= node < len(per_node) else nranks
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise InvalidArgument(f"{name} must be an integer, found {environ[name]!r}") from None
 
 
 def _check_range(
@@ -211,7 +149,7 @@ def _check_range(
         )
 
 
-def _job(environ: Mapping[str, str], launcher: _Launcher | None, parent_pid: int | None) -> str:
+def _job(environ: Mapping[str, str], launcher: Launcher | None, parent_pid: int | None) -> str:
     names = [name for name in launcher.job if name in environ] if launcher else []
     if launcher and names:
         return " ".join([launcher.source, *(f"{name}={environ[name]}" for name in names)])
@@ -236,6 +174,24 @@ def _address(environ: Mapping[str, str], job: str, instance: int, *, spread: boo
         )
     digest = hashlib.sha256(job.encode()).hexdigest()[:16]
     return f"unix:gpuallreduce-{os.getuid()}-{digest}-{instance}"
+
+
+def _master(environ: Mapping[str, str]) -> str | None:
+    """HOST:PORT by the launcher's variables, if it set them."""
+    host, port = (environ.get(name) for name in _MASTER)
+    if not host or not port:
+        return None
+    number = integer(environ, _MASTER[1]) + 1
+    return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+
+
+def _node(environ: Mapping[str, str]) -> str | None:
+    node = environ.get(NODE)
+    if node and not (node.isprintable() and len(node.encode()) <= _LONGEST_NODE):
+        raise InvalidArgument(
+            f"{NODE} must be printable text of at most {_LONGEST_NODE} bytes, found {node!r:.100}"
+        )
+    return node or None
 
 
 def _secret(

@@ -5,23 +5,60 @@ Knows nothing of sockets being opened, of start-up or of stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpuallreduce.bootstrap.wire import Connection, Deadline
-from gpuallreduce.errors import DeviceError, Error, MismatchError, NotSupported, Timeout
+from gpuallreduce.errors import (
+    DeviceError,
+    Error,
+    InvalidArgument,
+    MismatchError,
+    NotSupported,
+    Timeout,
+)
 
-__all__ = ["GRACE_SECONDS", "Failure", "Peer", "names"]
+__all__ = ["GRACE_SECONDS", "Failure", "Labels", "Peer", "names"]
 
 GRACE_SECONDS = 2.0  # rank 0 tells of a timeout at the deadline; the others listen this much longer
-_KINDS = {kind.__name__: kind for kind in (DeviceError, MismatchError, NotSupported, Timeout)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (DeviceError, InvalidArgument, MismatchError, NotSupported, Timeout)
+}
 
 
 def names(ranks: Iterable[int]) -> str:
     """``rank 2`` or ``ranks 1, 3``."""
-    ordered = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(ordered)}"
+    return Labels().names(ranks)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What messages call the ranks: their numbers in the job, and nodes where there are several.
+
+    Attributes:
+        first: the number in the job of rank 0 of these ranks.
+        nodes: name of the node by rank; a rank without one is called by its number alone.
+    """
+
+    first: int = 0
+    nodes: Mapping[int, str] = field(default_factory=dict)
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """``rank 2``, ``ranks 1, 3``, or ``ranks 0, 1 (node a), 2 (node b)``."""
+        ordered = sorted(ranks)
+        texts = []
+        for rank, following in zip(ordered, [*ordered[1:], None], strict=True):
+            node = self.nodes.get(rank)
+            ends = following is None or self.nodes.get(following) != node
+            at = f" (node {node})" if node is not None and ends else ""
+            texts.append(f"{rank + self.first}{at}")
+        return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(texts)}"
+
+    def rank(self, rank: int) -> str:
+        """``rank 2``, or ``rank 2 (node b)``."""
+        return self.names([rank])
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket
 import time
 from typing import Any
 
-from gpuallreduce.bootstrap.environment import Identity
+from gpuallreduce.bootstrap import address as addresses
+from gpuallreduce.bootstrap.census import Census, Home, known_nodes
+from gpuallreduce.bootstrap.environment import NODE, Identity
 from gpuallreduce.bootstrap.handshake import Doorkeeper, Refused
-from gpuallreduce.bootstrap.peers import Failure, Peer, names
+from gpuallreduce.bootstrap.peers import Failure, Labels, Peer
 from gpuallreduce.bootstrap.wire import (
     Connection,
     ConnectionLost,
@@ -23,7 +26,14 @@ from gpuallreduce.bootstrap.wire import (
     close_fds,
     encode,
 )
-from gpuallreduce.errors import DeviceError, Error, MismatchError, NotSupported, Timeout
+from gpuallreduce.errors import (
+    DeviceError,
+    Error,
+    InvalidArgument,
+    MismatchError,
+    NotSupported,
+    Timeout,
+)
 
 __all__ = ["Reception"]
 
@@ -40,7 +50,13 @@ class Reception:
     """
 
     def __init__(
-        self, identity: Identity, hello: dict[str, Any], deadline: Deadline, door: socket.socket
+        self,
+        identity: Identity,
+        hello: dict[str, Any],
+        deadline: Deadline,
+        door: socket.socket,
+        *,
+        across: bool = False,
     ) -> None:
         """Takes the listening socket over.
 
@@ -49,18 +65,27 @@ class Reception:
             hello: what the others' words are compared with.
             deadline: for all ranks to be there; an earlier one of any that came is kept as well.
             door: the listening socket.
+            across: let ranks of other nodes in.
+
+        Attributes:
+            census: once all are there, if they are on several nodes.
         """
+        self.census: Census | None = None
         self._identity = identity
         self._hello = hello
         self._deadline = deadline
         self._door = door
+        self._place = addresses.described(identity.address, door)
         self._visitors: list[Doorkeeper] = []
         self._peers: dict[int, Peer] = {}
+        self._across = across
+        self._homes = {0: Home.found_in(hello)}
         self._failure: Failure | None = None
         self._told: set[int] = set()
 
     def run(self, *, onward: str | None) -> dict[int, Peer]:
-        """Waits for all other ranks and tells them to go on (``onward`` to another address).
+        """Waits for all other ranks and tells them to go on: to another address (``onward``) if
+        all are on one node, else here, with the census of nodes.
 
         Raises:
             MismatchError, DeviceError, NotSupported, Timeout: all that came are told the same.
@@ -73,8 +98,9 @@ class Reception:
             self._door.close()
             if self._failure is not None:
                 raise self._failure.error()
+            word = self._parting_word(onward)
             for peer in self._peers.values():
-                _tell(peer.connection, {"onward": onward})
+                _tell(peer.connection, word)
             done = True
             return self._peers
         finally:
@@ -84,6 +110,14 @@ class Reception:
             if not done:
                 for peer in self._peers.values():
                     peer.connection.close()
+
+    def _parting_word(self, onward: str | None) -> dict[str, Any]:
+        if self._across:
+            census = Census.taken(self._homes, secrets.token_hex(16))
+            if len(census.names) > 1:
+                self.census = census
+                return census.message()
+        return {"onward": onward}
 
     def _complete(self) -> bool:
         expected = self._identity.nranks - 1
@@ -95,11 +129,13 @@ class Reception:
             return False
         here = {0, *self._peers}
         missing = set(range(self._identity.nranks)) - here
+        over_tcp = self._across and not addresses.is_unix(self._identity.address)
+        labels = Labels(nodes=known_nodes(self._homes) if over_tcp else {})
         self._fail(
             Timeout,
-            f"waited {self._deadline.seconds:g} s at {self._identity.address} for {names(missing)} "
-            f"of {self._identity.nranks}, while {names(here)} came: did all processes start, with "
-            "the same address and secret?",
+            f"waited {self._deadline.seconds:g} s at {self._place} for {labels.names(missing)} "
+            f"of {self._identity.nranks}, while {labels.names(here)} came: did all processes "
+            "start, with the same address and secret?",
         )
         return True
 
@@ -144,7 +180,7 @@ class Reception:
             hello = visitor.advance()
             if hello is None:
                 return
-            rank = int(hello["rank"])
+            rank, home = int(hello["rank"]), Home.found_in(hello)
             offset = time.monotonic() - float(hello["now"])
             peer = Peer(visitor.connection, offset, int(hello["pid"]))
             deadline = peer.deadline(hello["deadline"])
@@ -152,17 +188,17 @@ class Reception:
             self._dismiss(visitor)
             return
         if self._failure is None:
-            self._object(rank, peer, hello)
+            self._object(rank, peer, hello, home)
         if self._failure is not None:
             _tell(visitor.connection, self._failure.message())
             self._told.add(rank)
             self._dismiss(visitor)
             return
         self._visitors.remove(visitor)
-        self._peers[rank] = peer
+        self._peers[rank], self._homes[rank] = peer, home
         self._deadline = min(self._deadline, deadline, key=lambda each: each.at)
 
-    def _object(self, rank: int, peer: Peer, hello: dict[str, Any]) -> None:
+    def _object(self, rank: int, peer: Peer, hello: dict[str, Any], home: Home) -> None:
         """Fails the gathering if this rank cannot be part of it."""
         ours = self._hello
         if hello.get("version") != ours["version"]:
@@ -184,12 +220,25 @@ class Reception:
                 f"two processes claim rank {rank} (pids {other} and {peer.pid}): give every "
                 "process a rank of its own, and every job an address of its own",
             )
+        elif self._across:
+            self._object_to_home(rank, home)
         elif hello.get("machine") != ours["machine"]:
             self._fail(
                 NotSupported,
                 f"rank 0 and rank {rank} are on different machines (or in containers without a "
                 "common network): start all ranks on one machine",
             )
+
+    def _object_to_home(self, rank: int, home: Home) -> None:
+        for other, known in self._homes.items():
+            if known.node == home.node and known.machine != home.machine:
+                self._fail(
+                    InvalidArgument,
+                    f"ranks {min(other, rank)} and {max(other, rank)} both say that they are on "
+                    f"node {home.name}, and are on different machines (or in containers without a "
+                    f"common network): give {NODE} another value on each machine, or none",
+                )
+                return
 
     def _left(self, rank: int) -> None:
         if rank not in self._peers:  # a failure of a moment ago has closed it

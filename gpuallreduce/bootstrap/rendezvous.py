@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuallreduce.bootstrap.assembly import assemble
+from gpuallreduce.bootstrap.census import Census
 from gpuallreduce.bootstrap.environment import Identity
-from gpuallreduce.bootstrap.peers import Failure, Peer
+from gpuallreduce.bootstrap.peers import Failure, Labels, Peer
 from gpuallreduce.bootstrap.stage import Part, ask, lost_of, prepare, serve
 from gpuallreduce.bootstrap.wire import ConnectionLost, Deadline, Malformed
 from gpuallreduce.errors import Aborted, Closed
@@ -26,8 +27,24 @@ class Rendezvous:
     A child made by fork without exec keeps the sockets open: then a death shows when it ends too.
     """
 
-    def __init__(self, identity: Identity, peers: dict[int, Peer], *, timeout: float) -> None:
-        """Internal: use ``join``."""
+    def __init__(
+        self,
+        identity: Identity,
+        peers: dict[int, Peer],
+        *,
+        timeout: float,
+        census: Census | None = None,
+        labels: Labels | None = None,
+    ) -> None:
+        """Internal: use ``join``.
+
+        Attributes:
+            census: which node each rank is on, if they are on several; descriptors cannot be
+                passed then.
+        """
+        self.census = census
+        nodes = {r: census.names[n] for r, n in enumerate(census.node_of)} if census else {}
+        self._labels = labels or Labels(nodes=nodes)
         self.rank = identity.rank
         self.nranks = identity.nranks
         self.timeout = timeout
@@ -37,7 +54,15 @@ class Rendezvous:
         self._lost: list[int] | None = None
 
     @classmethod
-    def join(cls, identity: Identity, *, timeout: float, version: str | None = None) -> Rendezvous:
+    def join(
+        cls,
+        identity: Identity,
+        *,
+        timeout: float,
+        version: str | None = None,
+        across: bool = False,
+        labels: Labels | None = None,
+    ) -> Rendezvous:
         """Meets all other ranks; they may come in any order, rank 0 too.
 
         Args:
@@ -45,15 +70,21 @@ class Rendezvous:
             timeout: seconds until all must be there; the default of later stages. The shortest
                 of all ranks' holds.
             version: of gpuallreduce, compared between ranks; that of the installed package.
+            across: let ranks be on several nodes; the same on all ranks. If they are on one,
+                nothing differs.
+            labels: what messages call the ranks; by default their numbers, and their nodes where
+                there are several.
 
         Raises:
             MismatchError: two processes claim one rank, or nranks, version or secret differ.
             Timeout: ranks are missing; names them.
-            NotSupported: the ranks are not on one machine.
+            NotSupported: the ranks are not on one machine, without ``across``.
+            InvalidArgument: with it, ranks of different machines say they are on one node.
             DeviceError: a rank came and ended, or rank 0 cannot listen at the address.
         """
-        peers = assemble(identity, deadline=Deadline.after(timeout), version=version)
-        return cls(identity, peers, timeout=timeout)
+        deadline = Deadline.after(timeout)
+        met = assemble(identity, deadline=deadline, version=version, across=across)
+        return cls(identity, met.peers, timeout=timeout, census=met.census, labels=labels)
 
     def exchange(
         self,
@@ -93,14 +124,22 @@ class Rendezvous:
         if self._broken is not None:
             raise Aborted(f"stage {stage!r} cannot run, an earlier one failed: {self._broken}")
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        request = prepare(stage, payload, fds, error, deadline)
+        request = prepare(
+            stage,
+            payload,
+            fds,
+            error,
+            deadline,
+            labels=self._labels,
+            descriptors=self.census is None,
+        )
         try:
             if self.rank == 0:
                 result = serve(self._peers, request)
             else:
                 result = ask(self._peers[0], self.nranks, request)
         except (ConnectionLost, Malformed) as lost:
-            text = f"rank 0 failed in stage {stage!r}: {lost}"
+            text = f"{self._labels.rank(0)} failed in stage {stage!r}: {lost}"
             result = Failure("DeviceError", text, lost=(0,))
         except BaseException as interruption:  # how far it came is unknown: let the others see it
             self._break(f"{type(interruption).__name__}: {interruption}", lost_of(self._peers))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpuallreduce.bootstrap.peers import GRACE_SECONDS, Failure, Peer, names
+from gpuallreduce.bootstrap.peers import GRACE_SECONDS, Failure, Labels, Peer
 from gpuallreduce.bootstrap.wire import (
     GONE,
     MAX_FDS,
@@ -24,7 +24,7 @@ from gpuallreduce.bootstrap.wire import (
     close_fds,
     encode,
 )
-from gpuallreduce.errors import InvalidArgument, Timeout
+from gpuallreduce.errors import Error, InvalidArgument, NotSupported, Timeout
 
 __all__ = ["Part", "Request", "ask", "lost_of", "prepare", "serve"]
 
@@ -51,6 +51,7 @@ class Request:
     fds: tuple[int, ...]
     error: BaseException | None
     deadline: Deadline
+    labels: Labels
 
 
 def lost_of(peers: Mapping[int, Peer]) -> tuple[int, ...]:
@@ -64,11 +65,19 @@ def prepare(
     fds: Sequence[int],
     error: BaseException | None,
     deadline: Deadline,
+    *,
+    labels: Labels,
+    descriptors: bool,
 ) -> Request:
     """The request. What cannot be sent becomes this rank's error, so that nobody waits for it."""
     body: dict[str, Any] = {"stage": stage, "deadline": [deadline.at, deadline.seconds]}
     try:
         if error is None:
+            if fds and not descriptors:
+                raise NotSupported(
+                    f"{len(fds)} descriptors cannot be passed to ranks of other nodes: pass them "
+                    "among the ranks of one node (Nodes.node)"
+                )
             if len(fds) > MAX_FDS:
                 raise InvalidArgument(
                     f"{len(fds)} descriptors; a rank can pass {MAX_FDS} in a stage"
@@ -76,11 +85,12 @@ def prepare(
             for fd in fds:
                 os.fstat(fd)
             frame = encode({**body, "payload": dict(payload or {})})
-            return Request(stage, frame, tuple(fds), None, deadline)
-    except (InvalidArgument, OSError, OverflowError, TypeError, ValueError) as refused:
+            return Request(stage, frame, tuple(fds), None, deadline, labels)
+    except (Error, OSError, OverflowError, TypeError, ValueError) as refused:
         error = refused
     text = f"{type(error).__name__}: {error}"[:10_000]
-    return Request(stage, encode({**body, "payload": {}, "error": text}), (), error, deadline)
+    frame = encode({**body, "payload": {}, "error": text})
+    return Request(stage, frame, (), error, deadline, labels)
 
 
 def ask(rank_0: Peer, nranks: int, request: Request) -> list[Part] | Failure:
@@ -90,7 +100,7 @@ def ask(rank_0: Peer, nranks: int, request: Request) -> list[Part] | Failure:
         ConnectionLost, Malformed, Timeout: rank 0 did not do its part.
     """
     connection = rank_0.connection
-    awaiting = f"rank 0 in stage {request.stage!r}"
+    awaiting = f"{request.labels.rank(0)} in stage {request.stage!r}"
     # If rank 0 is gone, the reason may have been sent before: the receive below finds it.
     with contextlib.suppress(ConnectionLost):
         connection.send(
@@ -120,7 +130,7 @@ def serve(peers: Mapping[int, Peer], request: Request) -> list[Part] | Failure:
     arrived = {0: own}
     passed = False
     try:
-        failure = _collect(peers, arrived, request) or _disagreement(arrived, request.stage)
+        failure = _collect(peers, arrived, request) or _disagreement(arrived, request)
         if failure is not None:
             # Before they are told: once told they close as well.
             failure = replace(failure, lost=lost_of(peers))
@@ -152,7 +162,7 @@ def _collect(
         while len(arrived) <= len(peers):
             ready = selector.select(deadline.remaining)
             if not ready and not deadline.remaining:
-                return _absence(peers, arrived, request.stage, deadline)
+                return _absence(peers, arrived, request, deadline)
             for key, _ in ready:
                 rank = key.data
                 try:
@@ -173,38 +183,43 @@ def _collect(
     return None
 
 
-def _errors(arrived: Mapping[int, Message]) -> list[str]:
+def _errors(arrived: Mapping[int, Message], labels: Labels) -> list[str]:
     return [
-        f"rank {rank} failed in stage {body['stage']!r}: {body['error']}"
+        f"{labels.rank(rank)} failed in stage {body['stage']!r}: {body['error']}"
         for rank, body in sorted((rank, message.body) for rank, message in arrived.items())
         if "error" in body
     ]
 
 
 def _loss(rank: int, reason: str, arrived: Mapping[int, Message], request: Request) -> Failure:
-    lost = f"rank {rank} failed in stage {request.stage!r}: {reason}"
-    return Failure("DeviceError", "; ".join([*_errors(arrived), lost]))
+    lost = f"{request.labels.rank(rank)} failed in stage {request.stage!r}: {reason}"
+    return Failure("DeviceError", "; ".join([*_errors(arrived, request.labels), lost]))
 
 
 def _absence(
-    peers: Mapping[int, Peer], arrived: Mapping[int, Message], stage: str, deadline: Deadline
+    peers: Mapping[int, Peer],
+    arrived: Mapping[int, Message],
+    request: Request,
+    deadline: Deadline,
 ) -> Failure:
-    missing = names(set(peers) - set(arrived))
+    labels = request.labels
+    missing, here = labels.names(set(peers) - set(arrived)), labels.names(arrived)
     text = (
-        f"stage {stage!r}: waited {deadline.seconds:g} s for {missing}, while {names(arrived)} came"
+        f"stage {request.stage!r}: waited {deadline.seconds:g} s for {missing}, while {here} came"
     )
-    errors = _errors(arrived)
+    errors = _errors(arrived, labels)
     return Failure("DeviceError" if errors else Timeout.__name__, "; ".join([*errors, text]))
 
 
-def _disagreement(arrived: Mapping[int, Message], stage: str) -> Failure | None:
+def _disagreement(arrived: Mapping[int, Message], request: Request) -> Failure | None:
     """Why the stage fails although all came, if it does."""
     ranks_in: dict[str, list[int]] = {}
     for rank, message in arrived.items():
         ranks_in.setdefault(str(message.body["stage"]), []).append(rank)
-    errors = _errors(arrived)
+    labels = request.labels
+    errors = _errors(arrived, labels)
     if len(ranks_in) > 1:
-        where = ", ".join(f"{names(ranks)} in {name!r}" for name, ranks in ranks_in.items())
+        where = ", ".join(f"{labels.names(ranks)} in {name!r}" for name, ranks in ranks_in.items())
         text = f"the ranks called different stages: {where}; all must make the same calls in order"
         return Failure("MismatchError", "; ".join([text, *errors]))
     # All ranks are in step: the next stage can still be run.

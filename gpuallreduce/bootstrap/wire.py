@@ -37,6 +37,7 @@ MAX_FDS = 250  # the kernel takes 253 in one message
 GONE = "it closed the connection: its process ended, or it gave up"
 _HEADER = struct.Struct("!II")  # bytes of JSON, descriptors
 _LONGEST_WAIT_SECONDS = 1e6
+_QUIET_SECONDS = 5  # a machine that is silent for three times this is lost
 _READ_BYTES = 1 << 18
 _FD_BYTES = array("i").itemsize
 
@@ -115,6 +116,15 @@ def close_fds(fds: Sequence[int]) -> None:
             os.close(fd)
 
 
+def _notice_lost_machines(sock: socket.socket) -> None:
+    """A machine without power closes nothing: let the kernel ask it when nothing comes."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET_SECONDS)
+    # The same limit for data that nobody acknowledges.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000 * _QUIET_SECONDS)
+
+
 class Connection:
     """A connected stream socket that carries messages. Every wait has a deadline.
 
@@ -130,6 +140,7 @@ class Connection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _notice_lost_machines(sock)
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""

@@ -8,6 +8,7 @@
 #include "host.h"
 #include "one_shot.cuh"
 #include "ring.cuh"
+#include "shard.cuh"
 #include "two_shot.cuh"
 
 #ifndef RACE_RANKS
@@ -20,6 +21,11 @@ GAR_KERNEL(race_reduce, GarArgs, (exchange<Reduce<RaceElement, RaceOperator, RAC
 GAR_KERNEL(race_reduce_scatter, GarArgs, (exchange<ReduceScatter<RaceElement, RaceOperator, RACE_RANKS>>))
 GAR_KERNEL(race_all_gather, GarArgs, (exchange<AllGather<RaceElement>>))
 GAR_KERNEL(race_broadcast, GarArgs, (exchange<Broadcast<RaceElement>>))
+GAR_KERNEL(race_shard_first, GarArgs, (exchange<ShardReduce<RaceElement, RaceOperator, RACE_RANKS, false, false>>))
+GAR_KERNEL(race_shard_between, GarArgs, (exchange<ShardReduce<RaceElement, RaceOperator, RACE_RANKS, true, false>>))
+GAR_KERNEL(race_shard_last, GarArgs, (exchange<ShardReduce<RaceElement, RaceOperator, RACE_RANKS, true, true>>))
+GAR_KERNEL(race_shard_only, GarArgs, (exchange<ShardReduce<RaceElement, RaceOperator, RACE_RANKS, false, true>>))
+GAR_KERNEL(race_shard_gather, GarArgs, (exchange<ShardGather<RaceElement>>))
 GAR_KERNEL(race_two_shot, GarArgs, (two_shot<RaceElement, RaceOperator, RACE_RANKS>))
 GAR_KERNEL(race_two_shot_direct, GarArgs, (two_shot_direct<RaceElement, RaceOperator, RACE_RANKS>))
 GAR_KERNEL(race_ring, GarArgs, (ring<RaceElement, RaceOperator>))
@@ -28,7 +34,23 @@ GAR_KERNEL(race_ring_in_rank_order, GarArgs, (ring_in_rank_order<RaceElement, Ra
 
 namespace race {
 
-enum Kind { kOneShot, kReduce, kReduceScatter, kAllGather, kBroadcast, kTwoShot, kDirect, kRing, kChain, kKinds };
+enum Kind {
+  kOneShot,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kShardFirst,
+  kShardBetween,
+  kShardLast,
+  kShardOnly,
+  kShardGather,
+  kTwoShot,
+  kDirect,
+  kRing,
+  kChain,
+  kKinds
+};
 struct KindRow {
   const char *name, *region;
   GarKernel kernel;
@@ -39,6 +61,11 @@ constexpr KindRow kKindRows[kKinds] = {
     {"reduce_scatter", "exchange", gar::race_reduce_scatter},
     {"all_gather", "exchange", gar::race_all_gather},
     {"broadcast", "exchange", gar::race_broadcast},
+    {"shard_first", "exchange", gar::race_shard_first},
+    {"shard_between", "exchange", gar::race_shard_between},
+    {"shard_last", "exchange", gar::race_shard_last},
+    {"shard_only", "exchange", gar::race_shard_only},
+    {"shard_gather", "exchange", gar::race_shard_gather},
     {"two_shot", "two_shot", gar::race_two_shot},
     {"two_shot_direct", "two_shot", gar::race_two_shot_direct},
     {"ring", "ring", gar::race_ring},
@@ -47,7 +74,7 @@ constexpr KindRow kKindRows[kKinds] = {
 
 struct Call {
   uint64_t number, count, chunk;
-  uint32_t nchannels, root;
+  uint32_t nchannels, root, nshards;
   Kind kind;
   bool in_place, push, streaming;
 
@@ -55,6 +82,9 @@ struct Call {
   // Arrays of all ranks' blocks.
   bool wide_input() const { return kind == kReduceScatter; }
   bool wide_output() const { return kind == kAllGather; }
+  bool shard_reduce() const { return kind >= kShardFirst && kind <= kShardOnly; }
+  bool seeded() const { return kind == kShardBetween || kind == kShardLast; }
+  bool rounded() const { return kind == kShardLast || kind == kShardOnly; }
   // Arrays begin and end at a rank's own alignment.
   uint64_t shift(uint32_t rank) const { return hash(number, rank, 99) & 1; }
 };
@@ -90,6 +120,7 @@ class Script {
     call.count = counts_[any(1) % counts_.size()];
     call.nchannels = uint32_t(1 + any(2) % world_.max_channels);
     call.root = uint32_t(any(3) % world_.nranks);
+    call.nshards = uint32_t(1 + any(8) % world_.nranks);
     call.in_place = !call.wide_input() && !call.wide_output() && any(4) % 2;
     call.push = push_always_ || (any(5) & push_mask_);
     call.streaming = any(6) % 4 == 0;
@@ -113,9 +144,10 @@ class Script {
   // Elements of a chunk for about so many rounds, as far as slots hold them.
   uint64_t chunk(const Call& call, uint64_t rounds) const {
     const bool sliced = call.kind == kTwoShot || call.kind == kRing;
+    const uint64_t parts = sliced ? world_.nranks : call.shard_reduce() || call.kind == kShardGather ? call.nshards : 1;
     const uint64_t widest = sizeof(Accumulator) > sizeof(Storage) ? sizeof(Accumulator) : sizeof(Storage);
     const uint64_t most = regions[call.kind].slot_bytes / widest;
-    const uint64_t wanted = call.count / rounds / call.nchannels / (sliced ? world_.nranks : 1) + 1;
+    const uint64_t wanted = call.count / rounds / call.nchannels / parts + 1;
     return wanted < most ? wanted : most;
   }
 };

@@ -21,6 +21,7 @@ from gpuallreduce.plan import Region
 FOLDER = Path(__file__).parent
 KERNELS = (
     *("one_shot", "reduce", "reduce_scatter", "all_gather", "broadcast"),
+    *("shard_first", "shard_between", "shard_last", "shard_only", "shard_gather"),
     *("two_shot", "two_shot_direct", "ring", "ring_in_rank_order"),
 )
 # The fewest slots that each family's NOTE allows.

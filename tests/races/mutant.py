@@ -20,7 +20,7 @@ class Mutant:
         file: the source that is changed.
         old, new: every occurrence of the one text becomes the other.
         scenario: the smallest run that notices.
-        block_threads, element: how the driver is built.
+        block_threads, element, operator: how the driver is built.
         occurrences: how often the text must be found.
     """
 
@@ -32,11 +32,17 @@ class Mutant:
     scenario: Scenario = field(default_factory=Scenario)
     block_threads: int = 1
     element: str = "uint32_t"
+    operator: str = "Sum"
     occurrences: int = 1
 
     def build(self, **more: object) -> Build:
         """How the driver is built for it."""
-        return Build(block_threads=self.block_threads, element=self.element, **more)  # type: ignore[arg-type]
+        return Build(
+            block_threads=self.block_threads,
+            element=self.element,
+            operator=self.operator,
+            **more,  # type: ignore[arg-type]
+        )
 
 
 def of(*kernels: str, **more: object) -> Scenario:

@@ -2,7 +2,7 @@
 // Knows nothing of threads.
 #pragma once
 
-#include "calls.h"
+#include "shards.h"
 
 namespace race {
 
@@ -56,11 +56,13 @@ class Rank {
       table_outputs_[r] = all[r]->output(call);
     }
     set_arguments(call, timeout_ns);
+    if (call.shard_reduce() || call.kind == kShardGather) shards_.prepare(call, rank, args);
   }
 
   // Exits where an element, or memory around the output, is not as it must be.
   void check(const Call& call) const {
     const Storage* const out = output(call);
+    if (call.shard_reduce()) check_shard(call);
     for (uint64_t i = 0; i < results(call); ++i)
       if (!as_expected(call, i, out[i]))
         fail(kWrongResult, "wrong: call %llu %s rank %u of %u element %llu of %llu, chunk %llu, %u channels, push %d",
@@ -78,13 +80,22 @@ class Rank {
   const Script& script_;
   const Buffer inputs_, outputs_;
   std::vector<void*> table_inputs_, table_outputs_;
+  ShardBuffers shards_;
 
+  void check_shard(const Call& call) const {
+    const uint64_t wrong = shards_.first_wrong(call, rank, world_.nranks);
+    if (wrong < ShardBuffers::Cut(call, rank).n)
+      fail(kWrongResult, "wrong: call %llu %s rank %u of %u element %llu of shard %u of %u, %llu elements, chunk %llu",
+           (unsigned long long)call.number, call.row().name, rank, world_.nranks, (unsigned long long)wrong, rank,
+           call.nshards, (unsigned long long)call.count, (unsigned long long)call.chunk);
+  }
   uint64_t results(const Call& call) const { return call.count * (call.wide_output() ? world_.nranks : 1); }
 
   bool as_expected(const Call& call, uint64_t i, const Storage& got) const {
     if (call.kind == kAllGather) return same_bits(got, value(call.number, uint32_t(i / call.count), i % call.count));
+    if (call.kind == kShardGather) return same_bits(got, value(call.number, ShardBuffers::owner(call, i), i));
     if (call.kind == kBroadcast) return same_bits(got, value(call.number, call.root, i));
-    if (call.kind == kReduce && rank != call.root) {
+    if ((call.kind == kReduce && rank != call.root) || call.shard_reduce()) {
       Storage before;
       memset(static_cast<void*>(&before), 0x5a, sizeof before);
       return same_bits(got, call.in_place ? value(call.number, rank, i) : before);

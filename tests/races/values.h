@@ -18,6 +18,13 @@
 
 namespace gar {
 typedef RACE_ELEMENT RaceElement;
+// Any other order of operands gives another result.
+struct InOrder : NoFinish {
+  template <class L>
+  static GAR_MEMBER L combine(const L& a, const L& b) {
+    return a + a + a + b;
+  }
+};
 typedef RACE_OPERATOR RaceOperator;
 }  // namespace gar
 
@@ -61,14 +68,15 @@ inline Storage value(uint64_t call, uint32_t rank, uint64_t index) {
   return storage;
 }
 
+inline Folded widened(uint64_t call, uint32_t rank, uint64_t index) {
+  const Storage storage = value(call, rank, index);
+  return Element::widen<1>(gar::load_lanes<Storage, 1>(&storage, 0));
+}
+
 // The fold over all ranks at a place.
 inline Storage folded(uint64_t call, uint32_t nranks, uint64_t index) {
-  const auto widened = [&](uint32_t rank) {
-    const Storage storage = value(call, rank, index);
-    return Element::widen<1>(gar::load_lanes<Storage, 1>(&storage, 0));
-  };
-  Folded sum = widened(0);
-  for (uint32_t rank = 1; rank < nranks; ++rank) sum = Operator::combine(sum, widened(rank));
+  Folded sum = widened(call, 0, index);
+  for (uint32_t rank = 1; rank < nranks; ++rank) sum = Operator::combine(sum, widened(call, rank, index));
   const Stored result = Element::round<1>(Operator::finish<Accumulator>(sum, nranks));
   Storage storage;
   memcpy(&storage, &result, sizeof storage);

@@ -1,0 +1,413 @@
+"""All-reduce over several nodes, as one host rank takes part in it: shards are folded and gathered
+inside the node, chunk by chunk, while other chunks travel between the nodes.
+
+Knows nothing of how a node's ranks address each other, nor of how an engine moves bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpuallreduce.bootstrap.nodes import Nodes
+from gpuallreduce.errors import Aborted, MismatchError
+from gpuallreduce.fabric.mpi import Mpi
+from gpuallreduce.fabric.mpi import Request as Message
+from gpuallreduce.fabric.mpi_reductions import combine, one_nan
+from gpuallreduce.fabric.pump import Pump
+from gpuallreduce.in_step import GRACE_S, InStep
+from gpuallreduce.plan import Request, Shards, shard_range
+from gpuallreduce.shards import NodeShards
+from gpuallreduce.tracing import trace_of
+from gpuallreduce.types import DTYPES, OPS
+
+__all__ = ["Across", "chunks_of", "lag_of"]
+
+Array = np.ndarray[Any, Any]
+SHARD_CHUNK_BYTES = 128 << 10  # long enough for TCP, short enough that stages overlap
+ENGINE_LAG = 8  # chunks that travel while others are folded and gathered; 1 MiB a rank
+ALIGNMENT = 64
+_UNTRACED = nullcontext()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an array that takes one turn.
+
+    Attributes:
+        first, count: its elements.
+        owned: elements of this rank's shard of it.
+    """
+
+    first: int
+    count: int
+    owned: int
+
+
+def lag_of(node: int, nnodes: int) -> int:
+    """Chunks that a node folds before it needs the first result: its partial goes on to the last
+    node and the result comes back, a hop in each turn.
+    """
+    return 2 * (nnodes - 1 - node) + 1
+
+
+def chunks_of(count: int, itemsize: int, nshards: int, owner: int) -> list[Chunk]:
+    """The turns of a call; an empty array takes one too, so that all ranks meet."""
+    step = max(1, SHARD_CHUNK_BYTES * nshards // itemsize)
+    chunks = []
+    for first in range(0, max(count, 1), step):
+        size = min(step, count - first)
+        owned = shard_range(size, owner, nshards, itemsize)[1] if owner < nshards else 0
+        chunks.append(Chunk(first, size, owned))
+    return chunks
+
+
+@dataclass
+class _Flight:
+    """One chunk on its way, on a rank that owns a shard of it.
+
+    Attributes:
+        seed, partial: accumulators from the node before, and on to the next.
+        theirs: of two nodes in no order, the other's elements, then finished ones.
+        result: finished elements.
+        sends: what must be done before the buffers are used again.
+        awaited: what is to come: the seed, then the result.
+    """
+
+    seed: Array
+    partial: Array
+    result: Array
+    theirs: Array
+    sends: list[Message] = field(default_factory=list)
+    awaited: dict[str, Message] = field(default_factory=dict)
+
+
+@dataclass
+class _Call:
+    """One call: where its array lies, its chunks, and the flights that they take in turn."""
+
+    request: Request
+    source: int
+    target: int
+    shards: Shards
+    chunks: list[Chunk]
+    flights: list[_Flight]
+
+    def flight(self, turn: int) -> _Flight:
+        """The flight of a chunk."""
+        return self.flights[turn % len(self.flights)]
+
+    def address(self, base: int, turn: int) -> int:
+        """Where a chunk begins in an array."""
+        return base + self.chunks[turn].first * self.request.dtype.itemsize
+
+
+class Across:
+    """The nodes of a communicator, as one rank sees them.
+
+    NOTE chain of nodes. Node j folds its ranks onto the partial of node j - 1, in the accumulator,
+    and hands it on; the last node rounds, and results travel back. So the fold is that of one node
+    with all ranks. In turn t a node folds chunk t and gathers chunk t - lag. Messages between two
+    nodes are in the order of chunks, in each direction. In turn t node j waits for what node j - 1
+    sends in its turn t and for what node j + 1 sends in its turn t - 2, so waits form no circle.
+    """
+
+    def __init__(self, nodes: Nodes, shards: NodeShards, mpi: Mpi) -> None:
+        """Connects this rank with the owners of the same shard on other nodes; a collective.
+
+        Args:
+            nodes: where the ranks of the job are.
+            shards: of this node's ranks.
+            mpi: all ranks of the job.
+        """
+        self.nodes, self.shards = nodes, shards
+        self.timeout: float | None = None
+        self._aborted = False
+        self.nshards = min(nodes.sizes)
+        self.nnodes = len(nodes.sizes)
+        self._in_step = InStep(nodes, shards, mpi.words())
+        self._pump = Pump(self._in_step.listen)
+        self._line: Mpi | None = None
+        self._trace = trace_of(
+            os.environ,
+            node=nodes.this,
+            node_name=nodes.names[nodes.this],
+            rank=nodes.everyone.rank,
+        )
+        if nodes.local_rank < self.nshards:
+            line = [nodes.ranks_of(node)[nodes.local_rank] for node in range(self.nnodes)]
+            self._line = mpi.over(line, tag=nodes.local_rank)
+
+    def allreduce(
+        self, source: int, target: int, request: Request, header: str, *, detail: int = 0
+    ) -> None:
+        """All-reduces an array of this rank.
+
+        Args:
+            source, target: addresses of ``request.count`` elements.
+            request: what was asked; its ``nranks`` are those of the job.
+            header: what must be equal on all nodes.
+            detail: a number for what of it is not in the request.
+
+        Raises:
+            MismatchError, Timeout, Aborted, DeviceError: the ranks are out of step for good.
+        """
+        in_rank_order = request.order == "rank"
+        if self._line is not None:
+            pair = "sum" if request.op.name == "avg" else request.op.name
+            self._line.check_pair(request.dtype.name, pair)
+        self._pump.begin()
+        try:
+            self._in_step.meet(request, detail, self.timeout)
+            self._agree(header)
+            call = self._call(source, target, request)
+            lag = lag_of(self.nodes.this, self.nnodes) if in_rank_order else ENGINE_LAG
+            if in_rank_order:
+                self._expect_seed(call, 0)
+            for turn in range(len(call.chunks) + lag):
+                if turn < len(call.chunks):
+                    self._reduce(call, turn)
+                if turn >= lag:
+                    self._gather(call, turn - lag)
+            for flight in call.flights:
+                self._settle(flight)
+        except BaseException as error:  # KeyboardInterrupt too: the others must not wait
+            self._end(error)
+            if self._aborted and isinstance(error, Aborted):  # it may be of a message
+                raise self.shards.orchestrator.diagnose() from error
+            raise
+        finally:
+            self._pump.end()
+
+    def set_timeout(self, timeout: float | None) -> None:
+        """Seconds that one wait for another node may last. Inside the node waits may last longer:
+        who waits for another node is to give up first, since it can say more.
+        """
+        self.timeout = timeout
+        inside = None if timeout is None else 2 * timeout + GRACE_S
+        if inside != self.shards.timeout:
+            self.shards.timeout = inside
+            self.shards.forget()
+
+    def abort(self) -> None:
+        """Lets the ranks of this node and of the others go; from any thread."""
+        self._aborted = self._in_step.hurried = True
+        orchestrator = self.shards.orchestrator
+        if not orchestrator.aborted:  # else another rank's reason must stay the first
+            orchestrator.abort()
+        self._end(orchestrator.diagnose())
+
+    def _end(self, error: BaseException) -> None:
+        self._in_step.give_up(error)
+        self.shards.orchestrator.abort()
+        if self._line is not None:
+            self._line.abort()
+        self.nodes.everyone.interrupt()  # which other nodes see while they wait
+
+    def close(self) -> None:
+        """Gives everything back; no call may be running."""
+        self._pump.close()
+        if self._trace is not None:
+            self._trace.write()
+        if self._line is not None:
+            self._line.close()
+        self.nodes.everyone.close()
+
+    # ---- before the first turn ----------------------------------------------------------------
+
+    def _agree(self, header: str) -> None:
+        """Compares the call with those of the neighbouring nodes; owners of shards do it."""
+        if self._line is None:
+            return
+        mine = np.frombuffer(header.ljust(256).encode(), np.uint8).copy()
+        here = self.nodes.this
+        around = [node for node in (here - 1, here + 1) if 0 <= node < self.nnodes]
+        theirs = [np.empty_like(mine) for _ in around]
+        messages = [self._receive(node, theirs[i]) for i, node in enumerate(around)]
+        messages += [self._send(node, mine) for node in around]
+        limit = None if self.timeout is None else self.timeout + GRACE_S
+        for i, message in enumerate(messages):
+            peer = self._name(around[i % len(around)])
+            message.what = f"{peer} to make the same call" if i < len(around) else message.what
+            self._wait(message, limit)  # see NOTE who gives up first
+        for node, other in zip(around, theirs, strict=True):
+            if other.tobytes() != mine.tobytes():
+                found = other.tobytes().decode().rstrip()
+                raise MismatchError(
+                    "the ranks did not make the same call:\n"
+                    f"  {self._name(here)}: {header}\n"
+                    f"  {self._name(node)}: {found}\n"
+                    "make the same calls with the same arguments in the same order on every rank"
+                )
+
+    def _call(self, source: int, target: int, request: Request) -> _Call:
+        in_rank_order = request.order == "rank"
+        here, last = self.nodes.this, self.nnodes - 1
+        shards = Shards(
+            self.nshards,
+            seeded=in_rank_order and here > 0,
+            rounded=not in_rank_order or here == last,
+            fold_ranks=request.nranks,
+        )
+        itemsize, owner = request.dtype.itemsize, self.nodes.local_rank
+        chunks = chunks_of(request.count, itemsize, self.nshards, owner)
+        flights = []
+        if self._line is not None:
+            lag = lag_of(here, self.nnodes) if in_rank_order else ENGINE_LAG
+            wide = DTYPES[request.dtype.accumulator].numpy
+            most = max(chunk.owned for chunk in chunks)
+            for _ in range(min(len(chunks), lag + 2)):
+                seed = _aligned(most if shards.seeded else 0, wide)
+                partial = _aligned(0 if shards.rounded else most, wide)
+                result = _aligned(most, request.dtype.numpy)
+                theirs = _aligned(most if self._swaps(request) else 0, request.dtype.numpy)
+                flights.append(_Flight(seed, partial, result, theirs))
+        return _Call(request, source, target, shards, chunks, flights)
+
+    # ---- a turn; in order rank see NOTE chain of nodes ----------------------------------------
+
+    def _reduce(self, call: _Call, turn: int) -> None:
+        here, chunk = self.nodes.this, call.chunks[turn]
+        seed = output = 0
+        if call.flights:
+            flight = call.flight(turn)
+            if call.shards.seeded:
+                self._expect_seed(call, turn + 1)
+                with self._span("wait seed", call, turn):
+                    self._wait(flight.awaited.pop("seed"))
+                seed = _address(flight.seed)
+            self._settle(flight)
+            output = _address(flight.result if call.shards.rounded else flight.partial)
+        with self._span("reduce", call, turn):
+            self.shards.reduce(
+                [call.address(call.source, turn)],
+                [output],
+                dtype=call.request.dtype,
+                op=call.request.op,
+                count=chunk.count,
+                shards=call.shards,
+                seeds=[seed] if call.shards.seeded else None,
+            )
+        if not call.flights:
+            return
+        if self._swaps(call.request):
+            theirs = flight.theirs[: chunk.owned]
+            flight.awaited["result"] = self._receive(1 - here, theirs)
+            flight.sends.append(self._send(1 - here, flight.result[: chunk.owned]))
+        elif call.request.order == "any":
+            flight.awaited["result"] = self._start_engine(flight.result[: chunk.owned], call)
+        elif not call.shards.rounded:
+            result = flight.result[: chunk.owned]
+            flight.awaited["result"] = self._receive(here + 1, result)
+            flight.sends.append(self._send(here + 1, flight.partial[: chunk.owned]))
+
+    def _gather(self, call: _Call, turn: int) -> None:
+        here, chunk = self.nodes.this, call.chunks[turn]
+        result = 0
+        if call.flights:
+            flight = call.flight(turn)
+            if "result" in flight.awaited:
+                with self._span("wait result", call, turn):
+                    self._wait(flight.awaited.pop("result"))
+            if call.request.order == "rank" and here > 0:
+                flight.sends.append(self._send(here - 1, flight.result[: chunk.owned]))
+            result = _address(flight.result)
+            if self._swaps(call.request):
+                self._combine(call.request, flight.result, flight.theirs, chunk.owned)
+                result = _address(flight.theirs)
+        with self._span("gather", call, turn):
+            self.shards.gather(
+                [result],
+                [call.address(call.target, turn)],
+                dtype=call.request.dtype,
+                count=chunk.count,
+                shards=call.shards,
+                in_place=call.request.in_place,
+            )
+
+    def _swaps(self, request: Request) -> bool:
+        """Whether two nodes give each other what they folded: as few bytes as a reduction by
+        halves, and one hop instead of two. Both fold alike, so they get equal bits.
+        """
+        return request.order == "any" and self.nnodes == 2
+
+    def _combine(self, request: Request, mine: Array, theirs: Array, owned: int) -> None:
+        """Finishes a shard of two nodes, in ``theirs``: mine is still being sent."""
+        pair = [mine[:owned], theirs[:owned]]
+        lower, upper = pair if self.nodes.this == 0 else reversed(pair)
+        op = "sum" if request.op.name == "avg" else request.op.name
+        combine(lower, upper, request.dtype, op, into=pair[1])
+        one_nan(pair[1], request.dtype)
+
+    def _expect_seed(self, call: _Call, turn: int) -> None:
+        """Posts the receive of a seed, if the node has one and the chunk exists."""
+        if call.flights and call.shards.seeded and turn < len(call.chunks):
+            flight, owned = call.flight(turn), call.chunks[turn].owned
+            flight.awaited["seed"] = self._receive(self.nodes.this - 1, flight.seed[:owned])
+
+    def _start_engine(self, shard: Array, call: _Call) -> Message:
+        """The engine's own all-reduce of a shard over the nodes; each has already divided by all
+        ranks for ``avg``.
+        """
+        assert self._line is not None
+        op = OPS["sum"] if call.request.op.name == "avg" else call.request.op
+        message = self._line.iall_reduce(shard, call.request.dtype, op)
+        if self._trace is not None:
+            self._trace.watch(message, "engine", bytes=shard.nbytes)
+        self._pump.watch(message)
+        return message
+
+    def _span(self, name: str, call: _Call, turn: int) -> AbstractContextManager[None]:
+        """Records a stage of a chunk, if stages are recorded."""
+        if self._trace is None:
+            return _UNTRACED
+        nbytes = call.chunks[turn].count * call.request.dtype.itemsize
+        return self._trace.span(name, chunk=turn, bytes=nbytes)
+
+    # ---- messages -----------------------------------------------------------------------------
+
+    def _send(self, node: int, buffer: Array) -> Message:
+        assert self._line is not None
+        message = self._line.isend(node, buffer)
+        if self._trace is not None:
+            self._trace.watch(message, "send", node=node, bytes=buffer.nbytes)
+        self._pump.watch(message)
+        return message
+
+    def _receive(self, node: int, buffer: Array) -> Message:
+        assert self._line is not None
+        message = self._line.irecv(node, buffer)
+        if self._trace is not None:
+            self._trace.watch(message, "receive", node=node, bytes=buffer.nbytes)
+        self._pump.watch(message)
+        return message
+
+    def _settle(self, flight: _Flight) -> None:
+        """Waits until a flight's buffers are free."""
+        for message in flight.sends:
+            self._wait(message)
+        flight.sends.clear()
+
+    def _wait(self, message: Message, limit: float | None = None) -> None:
+        self._in_step.starts_to_wait()
+        self._pump.wait(message, limit or self.timeout, self._in_step.look)
+
+    def _name(self, node: int) -> str:
+        """Of this rank's peer on a node."""
+        rank = self.nodes.ranks_of(node)[self.nodes.local_rank]
+        return self._in_step.labels.rank(rank)
+
+
+def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
+    """An array whose first element lies where kernels may use whole vectors."""
+    raw = np.empty(count * dtype.itemsize + ALIGNMENT, np.uint8)
+    skip = -_address(raw) % ALIGNMENT
+    return raw[skip : skip + count * dtype.itemsize].view(dtype)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
