@@ -406,24 +406,57 @@ def put(name, array):
 """
 
 
-def test_memory_that_is_dropped_meanwhile_never_holds_up_a_launch():
-    """CUDA may wait for a whole device where memory is given or taken; no call may depend on it
-    while it is launched on some of its ranks only.
-    """
-    body = """
-    comm = gar.Communicator(names, timeout=10)
-    for turn in range(20):
-        xs = [put(name, np.full(2000 + turn, 1.0, np.float32)) for name in names]
-        ys = comm.empty(2000 + turn)  # dropped in the next turn
-        loop = [xs]
-        loop.append(loop)  # garbage that only the collector finds
-        comm.allreduce(xs, ys)
-        del loop
+BETWEEN_LAUNCHES = """
+    from gpuallreduce.devices.cuda_streams import Lane
+    comm = gar.Communicator(names, timeout=3)
+    xs = [put(name, np.ones(2000, np.float32)) for name in names]
+    comm.allreduce(xs)
     comm.synchronize()
-    assert all((y.get() == 4).all() for y in ys)
+    launch, first = Lane.launch, comm._device.lanes[0]
+    def launch_and_drop(lane, *rest):
+        launch(lane, *rest)
+        if lane is first:  # its kernel now waits for those of the other ranks
+            drop()
+    Lane.launch = launch_and_drop
+"""
+DROPPED = {
+    "a symmetric array": """
+    held = [comm.empty(2000)]
+    def drop():
+        held.clear()
+    """,
+    "garbage that waits for the GPU when it is collected": """
+    class Waits:
+        def __init__(self):
+            with cupy.cuda.Device(first.ordinal):
+                self.memory = cupy.cuda.runtime.malloc(1 << 20)
+        def __del__(self):
+            with cupy.cuda.Device(first.ordinal):
+                cupy.cuda.runtime.free(self.memory)
+    gc.collect()
+    loop = [Waits()]
+    loop.append(loop)
+    del loop
+    def drop():
+        global kept
+        kept = [[] for _ in range(100000)]  # more than the collector lets pass
+    """,
+}
+
+
+@pytest.mark.parametrize("what", DROPPED)
+def test_what_is_dropped_between_launches_does_not_hold_them_up(what):
+    """Freeing waits for a GPU's kernels, and they for ranks that are yet to be launched."""
+    call = """
+    comm.allreduce(xs)
+    comm.synchronize()
+    assert all((x.get() == 16).all() for x in xs)
+    Lane.launch = launch
+    gc.collect()
     comm.close()
     """
-    done = run_alone(LOCAL + textwrap.dedent(body), strict_sync=1)
+    body = "".join(map(textwrap.dedent, (BETWEEN_LAUNCHES, DROPPED[what], call)))
+    done = run_alone(LOCAL + body, strict_sync=1)
     assert done.returncode == 0, done.stderr
 
 
