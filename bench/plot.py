@@ -18,7 +18,7 @@ from .report import HOST_NOTE, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["byte_text", "check_matplotlib", "draw"]
+__all__ = ["byte_text", "check_matplotlib", "draw", "dress"]
 
 COLORS = ("#1f5fa8", "#2a8f5b", "#7a4fa3", "#b0762a", "#3f8f9e", "#a8456b")
 PEER_COLORS = ("#d1495b", "#8a8a8a")
@@ -82,9 +82,9 @@ def draw(
     _lines(right, shown, time)
     if limits is not None and shown:
         _limit(left, shown[0].nranks, limits)
-    _dress(left, shown, "Bus bandwidth, calls back to back", "GB/s")
+    dress(left, [row.nbytes for row in shown], "Bus bandwidth, calls back to back", "GB/s")
     what = "Latency: one call at a time" if latency else "Time of a call, back to back"
-    _dress(right, shown, what, "µs")
+    dress(right, [row.nbytes for row in shown], what, "µs")
     # Peers are drawn first, to lie below, and named last.
     entries = sorted(zip(*left.get_legend_handles_labels(), strict=True), key=_legend_rank)
     handles, labels = [list(each) for each in zip(*entries, strict=True)] if entries else ([], [])
@@ -158,13 +158,14 @@ def _limit(axes: Axes, nranks: int, limits: MemoryLimits) -> None:
         axes.axhline(busbw, color="#555555", linestyle=":", linewidth=1.2, label=LIMIT)
 
 
-def _dress(axes: Axes, rows: Sequence[Row], title: str, unit: str) -> None:
+def dress(axes: Axes, sizes: Sequence[int], title: str, unit: str) -> None:
+    """Titles, scales and ticks of a panel over sizes in bytes."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("bytes of one rank's array")
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = sorted({row.nbytes for row in rows})
+    ticks = sorted(set(sizes))
     ticks = ticks[:: -(-len(ticks) // 10)] if ticks else []
     axes.set_xticks(ticks, [byte_text(nbytes) for nbytes in ticks], rotation=35, ha="right")
     axes.tick_params(axis="x", which="minor", bottom=False)

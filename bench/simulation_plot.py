@@ -6,14 +6,10 @@ Knows nothing of how it was simulated. Needs matplotlib, and loads it only to dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gpuallreduce.simulation import Estimate, Machine
 
-from .plot import COLORS, byte_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .plot import COLORS, dress
 
 __all__ = ["draw"]
 
@@ -54,24 +50,10 @@ def draw(path: str, machine: Machine, rows: Sequence[Estimate], title: str) -> N
                 markersize=3.5,
                 linewidth=1.8,
             )
-    _dress(left, rows, "Bus bandwidth", "GB/s")
-    _dress(right, rows, "Time of a call", "µs")
+    sizes = [row.nbytes for row in rows]
+    dress(left, sizes, "Bus bandwidth", "GB/s")
+    dress(right, sizes, "Time of a call", "µs")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4) or 1)
     figure.suptitle(f"simulated, not measured: {title}\n{machine.describe()}", fontsize=11)
     figure.savefig(path, format="png")
-
-
-def _dress(axes: Axes, rows: Sequence[Estimate], title: str, unit: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("bytes of one rank's array")
-    axes.set_ylabel(unit)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({row.nbytes for row in rows})
-    ticks = ticks[:: -(-len(ticks) // 10)] if ticks else []
-    axes.set_xticks(ticks, [byte_text(nbytes) for nbytes in ticks], rotation=35, ha="right")
-    axes.tick_params(axis="x", which="minor", bottom=False)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ once; the sums follow NCCL's own order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,9 @@ class Nccl:
                     enqueue(*arguments)
                 nccl.groupEnd()
             except Exception:
+                if not single:  # an open group would swallow whatever comes next
+                    with suppress(Exception):
+                        nccl.groupEnd()
                 with nccl_errors("NCCL all_reduce"):
                     raise
 
