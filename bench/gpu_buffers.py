@@ -21,7 +21,7 @@ from gpuallreduce.jit import Kernel
 
 from .bandwidth_tests import Copy
 
-__all__ = ["Pattern", "PinnedBlock", "clamped", "near", "parse_cpus"]
+__all__ = ["Pattern", "PinnedBlock", "clamped", "copy_and_wait", "near", "parse_cpus"]
 
 MIB = 1 << 20
 BLOCK_THREADS = 512
@@ -139,6 +139,27 @@ def clamped(cells: Sequence[Sequence[Copy]], gpus: Sequence[Gpu], nbytes: int) -
     return best, words
 
 
+def copy_and_wait(ordinal: int, target: int, source: int, nbytes: int) -> None:
+    """Copies, and returns when the bytes are there.
+
+    cudaMemcpy would not do: from pageable host memory it may return while they are still on their
+    way, and kernels on streams that do not block need not wait for them.
+
+    Args:
+        ordinal: the GPU whose stream copies.
+        target, source: addresses, of host memory or of memory that the GPU reaches.
+        nbytes: how much.
+
+    Raises:
+        DeviceError: CUDA failed.
+    """
+    cupy = cupy_module()
+    with on_device(ordinal), cuda_errors("copying"):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, COPY_DEFAULT, stream.ptr)
+        stream.synchronize()
+
+
 class Pattern:
     """Writes words that say where they belong, and finds those that are not there."""
 
@@ -187,6 +208,4 @@ class Pattern:
         )
 
     def _copy(self, gpu: Gpu, target: int, source: int) -> None:
-        with on_device(gpu.ordinal), cuda_errors("copying a report"):
-            nbytes = ctypes.sizeof(GarWrongWord)
-            self._cupy.cuda.runtime.memcpy(target, source, nbytes, COPY_DEFAULT)
+        copy_and_wait(gpu.ordinal, target, source, ctypes.sizeof(GarWrongWord))

@@ -16,7 +16,7 @@ from gpuallreduce.devices.cuda_memory import DeviceBlock
 from gpuallreduce.devices.cuda_runtime import Gpu, cuda_errors, cupy_module, on_device
 from gpuallreduce.errors import DeviceError
 
-from .gpu_buffers import COPY_DEFAULT, PinnedBlock, kernel_of
+from .gpu_buffers import PinnedBlock, copy_and_wait, kernel_of
 
 __all__ = ["ACCESSES", "RING_BYTES", "chase_ns"]
 
@@ -50,20 +50,18 @@ def chase_ns(gpu: Gpu, place: int | None, *, samples: int, accesses: int = ACCES
     Raises:
         DeviceError: a GPU failed, or the chain led elsewhere: it read wrong addresses.
     """
-    runtime = cupy_module().cuda.runtime
     memory: DeviceBlock | PinnedBlock
     memory = PinnedBlock(RING_BYTES) if place is None else DeviceBlock(place, RING_BYTES, zeros=0)
     result = DeviceBlock(gpu.ordinal, 8, zeros=8)
     try:
         words, last = ring(memory.address, RING_BYTES), ctypes.c_uint64()
-        with on_device(gpu.ordinal if place is None else place), cuda_errors("writing a ring"):
-            runtime.memcpy(memory.address, words.ctypes.data, RING_BYTES, COPY_DEFAULT)
+        owner = gpu.ordinal if place is None else place
+        copy_and_wait(owner, memory.address, words.ctypes.data, RING_BYTES)
         times = []
         for _ in range(samples):
             args = GarChaseArgs(memory.address, result.address, accesses)
             times.append(_run(gpu, args) * 1e6 / accesses)
-            with on_device(gpu.ordinal), cuda_errors("reading where a chain led"):
-                runtime.memcpy(ctypes.addressof(last), result.address, 8, COPY_DEFAULT)
+            copy_and_wait(gpu.ordinal, ctypes.addressof(last), result.address, 8)
             expected = memory.address + accesses * LINE_BYTES % RING_BYTES
             if last.value != expected:
                 raise DeviceError(

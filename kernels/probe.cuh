@@ -83,7 +83,7 @@ class ProbePair {
     }
     if (block.sync_or(fault != 0)) return end(fault);
     return check(box(rank, peer, 0), {args.nonce, peer, rank, round, 1}, kProbeWrongStore, round) &&
-           meet(2 * round + 2, args.limit_ns);
+           meet(2 * round + 2, 2 * args.limit_ns);  // the peer may wait for a flag first, and shall tell
   }
 
   // ---- memory -------------------------------------------------------------------------------------------------

@@ -459,7 +459,7 @@ def test_kernels_keep_to_peers_and_copy_engines_go_everywhere() -> None:
 
 
 @needs_cupy
-@in_child(gpus=2, sms=4)
+@in_child(gpus=2, sms=4, delay_us=3000)  # so long that what was not waited for comes too late
 @pytest.mark.parametrize("engine", ["CopyEngine", "Kernels"])
 def test_a_copy_that_is_short_or_swapped_or_stale_is_noticed(engine: str) -> None:
     from dataclasses import replace

@@ -235,7 +235,7 @@ FILL_BYTE = "to[i] = char(pattern.byte(i));"
 FILL_PACK = "store_lanes<uint64_t, kWords>(to, i, pack.lanes);"
 START = "if (!meet(0, args.start_ns)) return false;"
 FILL_OUTBOX = "fill(box(rank, peer, 1), {args.nonce, rank, peer, round, 0});"
-NAP = "for (const uint64_t start = clock_ns(); clock_ns() - start < 900000000;) {}"
+NAP = "for (const uint64_t start = clock_ns(); clock_ns() - start < 2500000000;) {}"
 # What breaks: the text that is replaced, by what, and who is accused of what.
 MUTANTS = {
     "stores are lost": (FILL_INBOX, f"if (!(rank == 0 && peer == 1)) {FILL_INBOX}", "stores arr"),
@@ -263,7 +263,7 @@ def check_mutant(folder: str, says: str) -> None:
     from gpuallreduce.devices import cuda_probe
 
     jit.kernels_folder = lambda: Path(folder)  # type: ignore[assignment]
-    cuda_probe.LIMIT_S = cuda_probe.START_S = 0.3
+    cuda_probe.LIMIT_S = cuda_probe.START_S = 1.5  # a busy machine is no fault
     gpus = gpus_here()
     with mock.patch.object(cuda_probe, "probe", wraps=cuda_probe.probe) as probe:
         verdict = reach_cuda.local_reach(gpus).verdict
