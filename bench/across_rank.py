@@ -19,10 +19,12 @@ from typing import Any, cast
 import numpy as np
 
 import gpuallreduce
-from gpuallreduce.across import Across, chunks_of
-from gpuallreduce.calls_across import CallsAcross
-from gpuallreduce.plan import Request, Shards
-from gpuallreduce.shards import NodeShards
+from gpuallreduce.across.calls import CallsAcross
+from gpuallreduce.across.chunks import chunks_of
+from gpuallreduce.across.host import HostAcross
+from gpuallreduce.across.shards import NodeShards
+from gpuallreduce.plan import Plan, Request, Shards
+from gpuallreduce.tuner import Forced
 from gpuallreduce.types import DTYPES, OPS
 
 __all__ = ["main"]
@@ -53,7 +55,7 @@ class Calls:
 
     def __init__(self, communicator: gpuallreduce.Communicator, world: Any, count: int) -> None:
         self.communicator, self.world = communicator, world
-        self.across: Across = cast(CallsAcross, communicator._calls).across
+        self.across: HostAcross = cast(CallsAcross, communicator._calls).across
         self.x = np.ones(count, np.float32)
         shard = -(-count // self.across.nshards)
         self.out, self.into = np.ones(shard, np.float32), np.ones(shard, np.float32)
@@ -79,7 +81,7 @@ class Calls:
         across.shards = _NoShards(kept)
         try:
             address = int(self.x.ctypes.data)
-            across.allreduce(address, address, self._request(order), "stage between nodes")
+            across.allreduce(address, address, self._plan(order), "stage between nodes")
         finally:
             across.shards = kept
 
@@ -90,7 +92,8 @@ class Calls:
         shards = Shards(across.nshards, fold_ranks=request.nranks)
         buffer, base = int(self.out.ctypes.data), int(self.x.ctypes.data)
         owner = across.nodes.local_rank
-        for chunk in chunks_of(request.count, FLOAT.itemsize, across.nshards, owner):
+        step = self._plan("any").config.chunk_count
+        for chunk in chunks_of(request.count, FLOAT.itemsize, across.nshards, owner, step):
             at = base + chunk.first * FLOAT.itemsize
             common: dict[str, Any] = {"dtype": FLOAT, "count": chunk.count, "shards": shards}
             across.shards.reduce([at], [buffer], op=OPS["sum"], **common)
@@ -111,6 +114,10 @@ class Calls:
             in_place=True,
             order=order,
         )
+
+    def _plan(self, order: str) -> Plan:
+        calls = cast(CallsAcross, self.communicator._calls)
+        return calls.decide(self._request(order), Forced())
 
 
 def measure(

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from gpuallreduce.across.calls import CallsAcross
 from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.nodes import Nodes, meet
-from gpuallreduce.calls_across import CallsAcross
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.locals import check_devices

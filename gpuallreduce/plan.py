@@ -131,6 +131,7 @@ class Config:
         streaming: store the output past the caches.
         push: slots lie with the receiver.
         nthreads: threads of a block; host blocks have one.
+        depth: chunks that are under way between nodes at once, at most.
     """
 
     algorithm: str
@@ -140,6 +141,7 @@ class Config:
     streaming: bool = False
     push: bool = False
     nthreads: int = 1
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ class Plan:
             f"({config.chunk_count * request.dtype.itemsize} bytes)",
             f"  sends      {self.bytes_sent} bytes a rank over {self.transport}",
         ]
+        if config.depth:
+            lines.append(f"  depth      {config.depth} chunks between nodes at once")
         if config.streaming:
             lines.append("  stores     past the caches")
         for name, cost in self.costs.items():

@@ -29,7 +29,7 @@ if not os.environ.get("REAL_NODES"):
     os.environ["GPUALLREDUCE_NODE"] = NODE_OF[RANK]
 
 import gpuallreduce as gar  # noqa: E402
-from gpuallreduce import across  # noqa: E402
+from gpuallreduce.across import chunks  # noqa: E402
 from gpuallreduce.inputs import random_inputs  # noqa: E402
 from gpuallreduce.types import DTYPES, OPS  # noqa: E402
 
@@ -93,12 +93,12 @@ def every_count_has_the_bits_of_the_reference() -> None:
 
 
 def long_arrays_in_chunks_of_their_real_size_have_the_bits_of_the_reference() -> None:
-    small, across.SHARD_CHUNK_BYTES = across.SHARD_CHUNK_BYTES, 16 << 10
+    small, chunks.SHARD_CHUNK_BYTES = chunks.SHARD_CHUNK_BYTES, 16 << 10
     try:
         with job() as comm:
             check_pair(comm, "float32", "sum", 80_001)
     finally:
-        across.SHARD_CHUNK_BYTES = small
+        chunks.SHARD_CHUNK_BYTES = small
 
 
 def any_order_is_close_and_has_the_same_bits_on_all_ranks() -> str:
@@ -332,7 +332,7 @@ def a_cable_that_is_cut() -> list[str]:
 
 def main() -> None:
     """Runs what was asked for, in that order; a failure of one is told, and the others run."""
-    across.SHARD_CHUNK_BYTES = 512  # many chunks of small arrays
+    chunks.SHARD_CHUNK_BYTES = 512  # many chunks of small arrays
     for name in sys.argv[3:]:
         try:
             found, error = globals()[name](), None

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from gpuallreduce import across, jit, reference
-from gpuallreduce.across import chunks_of, lag_of
+from gpuallreduce import jit, reference
+from gpuallreduce.across import chunks
+from gpuallreduce.across.chunks import chunk_count, chunks_of, lag_of
 from gpuallreduce.algorithms import ALGORITHMS
 from gpuallreduce.inputs import random_inputs
 from gpuallreduce.plan import Request, Shards
@@ -178,16 +179,18 @@ def test_every_pair_has_the_bits_of_the_reference(layout: tuple[int, ...], folde
 def test_chunks_cover_an_array_and_their_shards_cover_them(
     nshards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(across, "SHARD_CHUNK_BYTES", 256)
+    monkeypatch.setattr(chunks, "SHARD_CHUNK_BYTES", 256)
     for itemsize, count in itertools.product((1, 2, 8, 16), (0, 1, 31, 32, 33, 1000, 4096)):
-        by_owner = [chunks_of(count, itemsize, nshards, owner) for owner in range(nshards + 1)]
-        for turn, chunks in enumerate(zip(*by_owner, strict=True)):
-            assert len({(chunk.first, chunk.count) for chunk in chunks}) == 1
-            assert sum(chunk.owned for chunk in chunks) == chunks[0].count
-            assert chunks[-1].owned == 0  # that rank has no shard
-            assert all(chunk.owned * itemsize <= 256 + 128 for chunk in chunks)
+        step = chunk_count(itemsize, nshards)
+        owners = range(nshards + 1)
+        by_owner = [chunks_of(count, itemsize, nshards, owner, step) for owner in owners]
+        for turn, parts in enumerate(zip(*by_owner, strict=True)):
+            assert len({(part.first, part.count) for part in parts}) == 1
+            assert sum(part.owned for part in parts) == parts[0].count
+            assert parts[-1].owned == 0  # that rank has no shard
+            assert all(chunk.owned * itemsize <= 256 + 128 for chunk in parts)
             before = by_owner[0][turn - 1]
-            assert chunks[0].first == (before.first + before.count if turn else 0)
+            assert parts[0].first == (before.first + before.count if turn else 0)
         assert sum(chunk.count for chunk in by_owner[0]) == count
         assert len(by_owner[0]) >= 1
 

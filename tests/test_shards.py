@@ -21,13 +21,13 @@ import pytest
 
 import gpuallreduce as gar
 from gpuallreduce import jit, reference
+from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.algorithms import ALGORITHMS, BY_NAME
 from gpuallreduce.checks import first_difference
 from gpuallreduce.inputs import random_inputs
 from gpuallreduce.orchestrator import Addresses
 from gpuallreduce.placement import Placement, local_ranks
 from gpuallreduce.plan import Request, Shards, decode_header, shard_range
-from gpuallreduce.shards import NodeShards
 from gpuallreduce.topology import host_topology
 from gpuallreduce.tuner import Forced, decide
 from gpuallreduce.types import DTYPES, OPS, Dtype, Op

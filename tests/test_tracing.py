@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from gpuallreduce.across import chunks_of
+from gpuallreduce.across.chunks import chunk_count, chunks_of
 
 BODY = """
 import os, sys
@@ -23,7 +23,7 @@ with gpuallreduce.init(timeout=60) as comm:
     for order in ("any", "rank"):
         comm.allreduce(x, order=order)
 """
-CHUNKS = len(chunks_of(4 << 20, 4, nshards=2, owner=0))
+CHUNKS = len(chunks_of(4 << 20, 4, nshards=2, owner=0, step=chunk_count(4, 2)))
 
 
 @pytest.fixture(scope="module")

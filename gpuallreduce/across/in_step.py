@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 
+from gpuallreduce.across.shards import NOT_FORCED, NodeShards
 from gpuallreduce.args import GarHeader
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.bootstrap.peers import Labels
@@ -18,7 +19,6 @@ from gpuallreduce.errors import Aborted, DeviceError, Error, MismatchError, Time
 from gpuallreduce.fabric.mpi_words import Words
 from gpuallreduce.orchestrator import ALGORITHM_CODES, Addresses, Orchestrator
 from gpuallreduce.plan import Plan, Request
-from gpuallreduce.shards import NOT_FORCED, NodeShards
 from gpuallreduce.types import DTYPES, OPS
 
 __all__ = ["GRACE_S", "InStep"]

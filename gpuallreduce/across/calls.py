@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuallreduce.across import Across, chunks_of
+from gpuallreduce.across.chunks import chunk_count, depth_of
+from gpuallreduce.across.host import HostAcross
+from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.calls import Calls, Options, digest
@@ -19,11 +21,12 @@ from gpuallreduce.errors import NotSupported
 from gpuallreduce.fabric.mpi import Mpi
 from gpuallreduce.placement import Placement
 from gpuallreduce.plan import Config, Plan, Request, Shards
-from gpuallreduce.shards import NodeShards
 from gpuallreduce.tuner import IN_RANK_ORDER, Forced
 from gpuallreduce.types import DTYPES, reduction
 
 __all__ = ["CallsAcross"]
+
+KEPT_PLANS = 4096
 
 
 class CallsAcross(Calls):
@@ -44,6 +47,7 @@ class CallsAcross(Calls):
         """
         super().__init__(placement, timeout=timeout)
         self.nodes = nodes
+        self._kept: dict[tuple[Request, Forced], Plan] = {}
         everyone = nodes.everyone
         self.nranks, self.ranks = everyone.nranks, (everyone.rank,)
 
@@ -53,7 +57,7 @@ class CallsAcross(Calls):
         names = [nodes.names[node] for node in nodes.node_of]
         mpi = Mpi.meet(exchange, rank=everyone.rank, nranks=everyone.nranks, nodes=names)
         shards = NodeShards(placement, timeout=None, orchestrator=self.orchestrator)
-        self.across = Across(nodes, shards, mpi)
+        self.across = HostAcross(nodes, shards, mpi)
 
     def request(self, collective: str, bounds: Sequence[Bound], options: Options) -> Request:
         """See Calls; of all ranks of the job."""
@@ -63,20 +67,30 @@ class CallsAcross(Calls):
     def decide(self, request: Request, forced: Forced) -> Plan:
         """See Calls."""
         self._check(request.collective, forced)
-        nshards, owner = self.across.nshards, self.nodes.local_rank
+        nshards = self.across.nshards
         shards = Shards(nshards, fold_ranks=request.nranks)
         part = replace(request, collective="shard_reduce", shards=shards)
         inside = self.across.shards.plan(replace(part, nranks=self.topology.nranks))
-        chunk = chunks_of(request.count, request.dtype.itemsize, nshards, owner)[0]
+        itemsize = request.dtype.itemsize
+        chunk = min(chunk_count(itemsize, nshards), max(1, request.count))
+        depth = depth_of(request.order, self.across.nnodes)
         return replace(
             inside,
             request=request,
-            config=Config("hierarchical", inside.config.access, max(1, chunk.count)),
+            config=Config("hierarchical", inside.config.access, chunk, depth=depth),
             order=IN_RANK_ORDER if request.order == "rank" else "of the nodes' own sums",
             bytes_sent=self._bytes_between(request),
             transport=f"MPI between {len(self.nodes.names)} nodes, {inside.transport} inside",
             costs={},
         )
+
+    def _plan(self, request: Request, forced: Forced) -> Plan:
+        kept = self._kept.get((request, forced))
+        if kept is None:
+            if len(self._kept) >= KEPT_PLANS:
+                self._kept.clear()
+            kept = self._kept[request, forced] = self.decide(request, forced)
+        return kept
 
     def _bytes_between(self, request: Request) -> int:
         """Bytes that a rank sends to other nodes: partials there and results back, of its shard."""
@@ -99,13 +113,14 @@ class CallsAcross(Calls):
             (bound,) = bounds = [self.device.arrays.bind(byte, None)]
         request = replace(self.request("allreduce", bounds, options), in_place=bound.in_place)
         reduction(request.dtype, request.op)
+        plan = self._plan(request, options.forced)
         self.across.set_timeout(self.timeout if options.timeout is None else options.timeout)
         detail = digest((bound.layout, *options.parts))
         header = (
             f"allreduce(count={request.count}, dtype={request.dtype.name}, op={request.op.name}, "
             f"order={request.order}, arrangement={detail:#x})"
         )
-        self.across.allreduce(bound.input, bound.output, request, header, detail=detail)
+        self.across.allreduce(bound.input, bound.output, plan, header, detail=detail)
         if bound.finish is not None:
             bound.finish()
 

@@ -13,57 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from gpuallreduce.across.chunks import Chunk, chunks_of, lag_of
+from gpuallreduce.across.in_step import GRACE_S, InStep
+from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.errors import Aborted, MismatchError
 from gpuallreduce.fabric.mpi import Mpi
 from gpuallreduce.fabric.mpi import Request as Message
 from gpuallreduce.fabric.mpi_reductions import combine, one_nan
 from gpuallreduce.fabric.pump import Pump
-from gpuallreduce.in_step import GRACE_S, InStep
-from gpuallreduce.plan import Request, Shards, shard_range
-from gpuallreduce.shards import NodeShards
+from gpuallreduce.plan import Plan, Request, Shards
 from gpuallreduce.tracing import trace_of
 from gpuallreduce.types import DTYPES, OPS
 
-__all__ = ["Across", "chunks_of", "lag_of"]
+__all__ = ["HostAcross"]
 
 Array = np.ndarray[Any, Any]
-SHARD_CHUNK_BYTES = 128 << 10  # long enough for TCP, short enough that stages overlap
-ENGINE_LAG = 8  # chunks that travel while others are folded and gathered; 1 MiB a rank
 ALIGNMENT = 64
 _UNTRACED = nullcontext()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of an array that takes one turn.
-
-    Attributes:
-        first, count: its elements.
-        owned: elements of this rank's shard of it.
-    """
-
-    first: int
-    count: int
-    owned: int
-
-
-def lag_of(node: int, nnodes: int) -> int:
-    """Chunks that a node folds before it needs the first result: its partial goes on to the last
-    node and the result comes back, a hop in each turn.
-    """
-    return 2 * (nnodes - 1 - node) + 1
-
-
-def chunks_of(count: int, itemsize: int, nshards: int, owner: int) -> list[Chunk]:
-    """The turns of a call; an empty array takes one too, so that all ranks meet."""
-    step = max(1, SHARD_CHUNK_BYTES * nshards // itemsize)
-    chunks = []
-    for first in range(0, max(count, 1), step):
-        size = min(step, count - first)
-        owned = shard_range(size, owner, nshards, itemsize)[1] if owner < nshards else 0
-        chunks.append(Chunk(first, size, owned))
-    return chunks
 
 
 @dataclass
@@ -106,7 +73,7 @@ class _Call:
         return base + self.chunks[turn].first * self.request.dtype.itemsize
 
 
-class Across:
+class HostAcross:
     """The nodes of a communicator, as one rank sees them.
 
     NOTE chain of nodes. Node j folds its ranks onto the partial of node j - 1, in the accumulator,
@@ -143,19 +110,20 @@ class Across:
             self._line = mpi.over(line, tag=nodes.local_rank)
 
     def allreduce(
-        self, source: int, target: int, request: Request, header: str, *, detail: int = 0
+        self, source: int, target: int, plan: Plan, header: str, *, detail: int = 0
     ) -> None:
         """All-reduces an array of this rank.
 
         Args:
-            source, target: addresses of ``request.count`` elements.
-            request: what was asked; its ``nranks`` are those of the job.
+            source, target: addresses of the request's ``count`` elements.
+            plan: what was asked, of all ranks of the job, and how the array is cut.
             header: what must be equal on all nodes.
             detail: a number for what of it is not in the request.
 
         Raises:
             MismatchError, Timeout, Aborted, DeviceError: the ranks are out of step for good.
         """
+        request = plan.request
         in_rank_order = request.order == "rank"
         if self._line is not None:
             pair = "sum" if request.op.name == "avg" else request.op.name
@@ -164,8 +132,8 @@ class Across:
         try:
             self._in_step.meet(request, detail, self.timeout)
             self._agree(header)
-            call = self._call(source, target, request)
-            lag = lag_of(self.nodes.this, self.nnodes) if in_rank_order else ENGINE_LAG
+            call = self._call(source, target, plan)
+            lag = self._lag(plan)
             if in_rank_order:
                 self._expect_seed(call, 0)
             for turn in range(len(call.chunks) + lag):
@@ -244,7 +212,14 @@ class Across:
                     "make the same calls with the same arguments in the same order on every rank"
                 )
 
-    def _call(self, source: int, target: int, request: Request) -> _Call:
+    def _lag(self, plan: Plan) -> int:
+        """Chunks that this node folds before it needs the first result."""
+        if plan.request.order == "rank":
+            return lag_of(self.nodes.this, self.nnodes)
+        return plan.config.depth
+
+    def _call(self, source: int, target: int, plan: Plan) -> _Call:
+        request = plan.request
         in_rank_order = request.order == "rank"
         here, last = self.nodes.this, self.nnodes - 1
         shards = Shards(
@@ -254,13 +229,12 @@ class Across:
             fold_ranks=request.nranks,
         )
         itemsize, owner = request.dtype.itemsize, self.nodes.local_rank
-        chunks = chunks_of(request.count, itemsize, self.nshards, owner)
+        chunks = chunks_of(request.count, itemsize, self.nshards, owner, plan.config.chunk_count)
         flights = []
         if self._line is not None:
-            lag = lag_of(here, self.nnodes) if in_rank_order else ENGINE_LAG
             wide = DTYPES[request.dtype.accumulator].numpy
             most = max(chunk.owned for chunk in chunks)
-            for _ in range(min(len(chunks), lag + 2)):
+            for _ in range(min(len(chunks), self._lag(plan) + 2)):
                 seed = _aligned(most if shards.seeded else 0, wide)
                 partial = _aligned(0 if shards.rounded else most, wide)
                 result = _aligned(most, request.dtype.numpy)
