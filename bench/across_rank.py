@@ -55,7 +55,7 @@ class Calls:
 
     def __init__(self, communicator: gpuallreduce.Communicator, world: Any, count: int) -> None:
         self.communicator, self.world = communicator, world
-        self.across: HostAcross = cast(CallsAcross, communicator._calls).across
+        self.across = cast(HostAcross, cast(CallsAcross, communicator._calls).across)
         self.x = np.ones(count, np.float32)
         shard = -(-count // self.across.nshards)
         self.out, self.into = np.ones(shard, np.float32), np.ones(shard, np.float32)
@@ -77,11 +77,11 @@ class Calls:
 
     def _between(self, order: str) -> None:
         """The same messages of the same chunks in the same turns, without kernels."""
-        across, kept = self.across, self.across.shards
+        across, kept, plan = self.across, self.across.shards, self._plan(order)
         across.shards = _NoShards(kept)
         try:
             address = int(self.x.ctypes.data)
-            across.allreduce(address, address, self._plan(order), "stage between nodes")
+            across.allreduce(address, address, plan)
         finally:
             across.shards = kept
 

@@ -109,6 +109,7 @@ def _measure(options: Options, ranks: Ranks, others: Sequence[peers.Peer], out: 
         latency=options.shows_latency,
         peers=list(versions),
         memory_limit_gbps=limits.add_gbps if limits is not None and options.symmetric else None,
+        nodes=len(ranks.layout),
     )
     say(*report.heading(extra))
     rows = []
@@ -154,6 +155,7 @@ def _extra(
         "note": note_of(ranks),
         "nranks": ranks.nranks,
         "processes": 1 if ranks.together else ranks.nranks,
+        "nodes": [{"name": name, "nranks": nranks} for name, nranks in ranks.layout],
         "symmetric": options.symmetric,
         "rounds": options.rounds,
         "round_ms": options.round_ms,
@@ -170,7 +172,7 @@ def _connect(options: Options) -> Communicator:
     timeout = DEFAULT_TIMEOUT_S if options.timeout_s is None else options.timeout_s
     _check_devices(options)
     if in_processes(options, os.environ):
-        rank = identify(os.environ).rank
+        rank = identify(os.environ, across=True).rank
         device = options.devices[rank] if options.devices else options.device
         return gpuallreduce.init(device=device, timeout=timeout)
     return Communicator(_devices(options), timeout=timeout)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gpuallreduce.algorithms import ALGORITHMS
+from gpuallreduce.bootstrap.launch_nodes import parse_nodes
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.plan import ORDERS
 from gpuallreduce.types import OPS
@@ -165,6 +166,13 @@ _FLAGS = (
         "N",
         "one process per rank, each with a core or GPU: how programs run in earnest",
     ),
+    _Flag(
+        ("--nodes",),
+        "nodes",
+        parse_nodes,
+        "LIST",
+        "ranks of each node, such as 4,4: plays several nodes on this machine, through mpirun",
+    ),
     _Flag(("--algorithm",), "algorithm", None, "NAME", "force: %(choices)s", tuple(ALGORITHMS)),
     _Flag(("--order",), "order", None, "ORDER", "order of the sum: %(choices)s", ORDERS),
     _Flag(
@@ -230,8 +238,8 @@ def to_argv(options: Options) -> list[str]:
         value = getattr(options, flag.field)
         if value == getattr(defaults, flag.field):
             continue
-        if flag.field == "devices":
-            value = ",".join(value)
+        if flag.field in ("devices", "nodes"):
+            value = ",".join(map(str, value))
         elif isinstance(value, tuple):
             value = value[0] if len(value) == 1 else "all"
         argv += [flag.names[-1], str(value)]

@@ -16,6 +16,8 @@ from gpuallreduce.communicator import Communicator
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, gpu_of
 from gpuallreduce.errors import NotSupported
 
+from .places import row_among
+
 __all__ = ["CudaPlace"]
 
 COPY_DEFAULT = 4  # cudaMemcpyDefault
@@ -130,6 +132,13 @@ class CudaPlace:
     def gather(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """See Place."""
         with self._cupy.cuda.Device(self.ordinals[0]):
+            if len(self._comm.layout) > 1:
+                rows = row_among(self._comm, row)
+                array = self.make(rows.nbytes)[0]
+                self.write(array, rows)
+                self._comm.allreduce(array, **self.keywords)
+                self.wait()
+                return self.read(array, 0, array.size).view(row.dtype)
             array = self.view(self.make(row.nbytes)[0], row.size, row.dtype)
             self.write(array, row)
             gathered = self._comm.all_gather(array, **self.keywords)

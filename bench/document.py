@@ -19,7 +19,7 @@ from .arguments import to_argv
 from .measure import Timing
 from .membw import MemoryLimits
 from .options import Options
-from .report import Device, Mode, Row, average_busbw_gbps, failures, useful_gbps
+from .report import Device, Mode, Row, average_busbw_gbps, failures, rate_gbps, useful_gbps
 
 __all__ = ["Facts", "check_folder", "document", "now", "shown_environment", "write"]
 
@@ -81,7 +81,7 @@ def document(
     """The whole result."""
     wrong = failures(rows)
     listed = [_device(device) for device in devices]
-    processes = len({device.pid for device in devices})
+    processes = len({(device.hostname, device.pid) for device in devices})
     return {
         "version": FORMAT_VERSION,
         "start_time": facts.start_time,
@@ -160,6 +160,10 @@ def _mode(row: Row, mode: Mode, limits: MemoryLimits | None) -> dict[str, Any]:
         "access": mode.access,
         "order": mode.order,
         "useful_gbps": useful,
+        "bytes_within": mode.bytes_within,
+        "bytes_between": mode.bytes_between,
+        "within_gbps": rate_gbps(mode.bytes_within, mode.ours.time_us),
+        "between_gbps": rate_gbps(mode.bytes_between, mode.ours.time_us),
         "peers": {},
     }
     if limits is not None:

@@ -61,6 +61,7 @@ class Options:
         devices: a device for each rank; empty: not said.
         ranks: ranks of one process; None: not said.
         processes: ranks in a process each; None: not said.
+        nodes: ranks of each node of a job on this machine, in a process each; empty: not said.
         json_path, plot_path: files to write.
         timeout_s: seconds that one wait of a call may last; None: the communicator's own limit.
         algorithm, order: forced choices; None: the tuner's and the default.
@@ -86,6 +87,7 @@ class Options:
     devices: tuple[str, ...] = ()
     ranks: int | None = None
     processes: int | None = None
+    nodes: tuple[int, ...] = ()
     json_path: str | None = None
     plot_path: str | None = None
     timeout_s: float | None = None
@@ -130,6 +132,7 @@ class Options:
                     f"{given} has {len(self.devices)} devices for --processes {self.processes}: "
                     "give one for each process"
                 )
+        self._check_nodes()
         if self.graph_launches and self.kind == "host":
             raise InvalidArgument(
                 f"-G {self.graph_launches}: host devices have no CUDA graphs; leave -G out, or use "
@@ -144,6 +147,23 @@ class Options:
             raise InvalidArgument(
                 f"-g {self.ranks} with {asked}: -g counts ranks of one process, and {asked} gives "
                 "each rank a process of its own; use --processes N alone"
+            )
+
+    def _check_nodes(self) -> None:
+        """Checks what else says how many ranks there are."""
+        if not self.nodes:
+            return
+        given, total = f"--nodes {','.join(map(str, self.nodes))}", sum(self.nodes)
+        if self.ranks is not None:
+            raise InvalidArgument(f"{given} says how many ranks there are: leave -g out")
+        if self.processes not in (None, total):
+            raise InvalidArgument(
+                f"{given} has {total} ranks, one process each: leave --processes out"
+            )
+        if self.devices and len(self.devices) != total:
+            raise InvalidArgument(
+                f"--devices has {len(self.devices)} devices, and {given} has {total} ranks: give "
+                "one for each"
             )
 
     @property

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from gpuallreduce.bootstrap.launch_nodes import HOW_TO_INSTALL
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.fabric.nccl import Nccl as NcclEngine
 from gpuallreduce.types import Dtype, Op
@@ -19,11 +20,6 @@ from .places import Array
 from .ranks import Ranks
 
 __all__ = ["Peer", "check", "connect"]
-
-HOW_TO_INSTALL = (
-    "pip install mpi4py (or gpuallreduce[mpi]), and an MPI library (Debian and Ubuntu: apt install "
-    "openmpi-bin libopenmpi-dev; conda: conda install openmpi)"
-)
 
 
 class Peer(Protocol):

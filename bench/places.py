@@ -16,7 +16,16 @@ import numpy as np
 from gpuallreduce.communicator import Communicator
 from gpuallreduce.errors import NotSupported
 
-__all__ = ["Array", "HostPlace", "Place", "available_bytes", "pieces", "place_of", "processor"]
+__all__ = [
+    "Array",
+    "HostPlace",
+    "Place",
+    "available_bytes",
+    "pieces",
+    "place_of",
+    "processor",
+    "row_among",
+]
 
 Array = Any  # NumPy's, or CuPy's on GPUs
 PAGE_BYTES = 4096
@@ -90,12 +99,12 @@ class HostPlace:
         self._comm = comm
 
     def check_memory(self, nbytes: int) -> None:
-        """All ranks share the machine's memory."""
-        needed, available = nbytes * self._comm.nranks, available_bytes()
+        """The ranks of a node share its memory."""
+        needed, available = nbytes * self._comm.topology.nranks, available_bytes()
         if available is not None and needed > available:
             raise NotSupported(
-                f"the arrays of all ranks need {needed / 1e9:.1f} GB, and {available / 1e9:.1f} GB "
-                "of memory are available; lower -e or the number of ranks"
+                f"the arrays of all ranks here need {needed / 1e9:.1f} GB, and "
+                f"{available / 1e9:.1f} GB of memory are available; lower -e or the number of ranks"
             )
 
     def make(self, nbytes: int) -> list[Array]:
@@ -123,7 +132,10 @@ class HostPlace:
 
     def gather(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """See Place."""
-        return cast("np.ndarray[Any, Any]", self._comm.all_gather(row))
+        if len(self._comm.layout) == 1:
+            return cast("np.ndarray[Any, Any]", self._comm.all_gather(row))
+        rows = self._comm.allreduce(row_among(self._comm, row))
+        return cast("np.ndarray[Any, Any]", rows.view(row.dtype))
 
     def describe(self) -> list[dict[str, Any]]:
         """The processor, and the core if this process is bound to one."""
@@ -131,6 +143,15 @@ class HostPlace:
         bound = f" core {min(cores)}" if len(cores) == 1 else ""
         info = f"host {processor()}{bound}"
         return [{"number": rank, "bus": "0000:00:00", "info": info} for rank in self._comm.ranks]
+
+
+def row_among(comm: Communicator, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """This rank's row among empty ones, as bytes: summed over all ranks they are every row. Between
+    nodes there is all-reduce only.
+    """
+    rows = np.zeros((comm.nranks, row.nbytes), np.uint8)
+    rows[comm.rank] = np.ascontiguousarray(row).view(np.uint8)
+    return rows.reshape(-1)
 
 
 def processor() -> str:

@@ -26,7 +26,8 @@ def preamble(options: Options, devices: Sequence[Device]) -> list[str]:
     step = f"{options.step_bytes or 1 << 20}(bytes)"
     if options.step_factor is not None:
         step = f"{options.step_factor}(factor)"
-    ranks_per_process = len(devices) // len({device.pid for device in devices})
+    processes = {(device.hostname, device.pid) for device in devices}
+    ranks_per_process = len(devices) // len(processes)
     return [
         f"# gpuallreduce version {gpuallreduce.__version__}, table as of nccl-tests",
         f"# Collective test starting: {PROGRAM}",
@@ -61,7 +62,9 @@ def notes(
     cuda = ranks.place.kind == "cuda"
     arrays = "from comm.empty" if options.symmetric else "ordinary memory"
     lines = ["#", f"# {note_of(ranks)}", f"# {where_text(ranks)}; arrays: {arrays}"]
-    if plan is not None and cuda:
+    if plan is not None and len(ranks.layout) > 1:
+        lines += _nodes_notes(ranks.layout, plan)
+    elif plan is not None and cuda:
         lines.append(
             f"# transport: {plan.transport}; path: {ranks.comm.topology.path}; "
             f"order of the sum: {plan.order.partition(':')[0]}"
@@ -78,6 +81,20 @@ def notes(
     if skipped:
         lines.append(f"# Skipped, not defined: {', '.join(skipped)}")
     return lines
+
+
+def _nodes_notes(layout: Sequence[tuple[str, int]], plan: Plan) -> list[str]:
+    """Where ranks are, what is between them, and how to read the columns of it."""
+    sizes = [size for _, size in layout]
+    even = len(set(sizes)) == 1
+    shape = f"{len(sizes)} x {sizes[0]}" if even else " + ".join(map(str, sizes))
+    nodes = ", ".join(f"{name} {size} rank{'' if size == 1 else 's'}" for name, size in layout)
+    return [
+        f"# nodes {shape}: {nodes}",
+        f"# transport: {plan.transport}; order of the sum: {plan.order.partition(':')[0]}",
+        "# within, between: bytes that a rank sends to ranks of its node and to other nodes, the "
+        "most of any rank; then over time",
+    ]
 
 
 def note_of(ranks: Ranks) -> str:

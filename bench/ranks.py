@@ -28,6 +28,7 @@ class Ranks:
         local: those of this process.
         together: all ranks live in this process.
         leads: this process holds rank 0, and does the talking.
+        layout: name and number of ranks of every node.
         place: the devices of the local ranks.
     """
 
@@ -37,6 +38,7 @@ class Ranks:
         self.local = tuple(comm.ranks)
         self.together = len(self.local) == self.nranks
         self.leads = 0 in self.local
+        self.layout = comm.layout
         self.place: Place = place_of(comm)
 
     def barrier(self) -> None:

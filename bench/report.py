@@ -20,6 +20,7 @@ __all__ = [
     "float_text",
     "footer",
     "heading",
+    "rate_gbps",
     "row_text",
     "useful_gbps",
 ]
@@ -59,6 +60,7 @@ class Mode:
         algorithm, access, order: what ran.
         peers: how long others took; None: they cannot do it.
         peers_nwrong: their wrong elements.
+        bytes_within, bytes_between: what a rank sends inside its node and to other nodes.
     """
 
     ours: Timing
@@ -68,6 +70,8 @@ class Mode:
     order: str
     peers: dict[str, Timing | None]
     peers_nwrong: dict[str, int | None]
+    bytes_within: int = 0
+    bytes_between: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,16 @@ class Row:
 
     def algbw_gbps(self, time_us: float) -> float:
         """Bytes of one rank's array over time."""
-        return self.nbytes / 1e3 / time_us if time_us > 0 else 0.0
+        return rate_gbps(self.nbytes, time_us)
 
     def busbw_gbps(self, time_us: float) -> float:
         """What a link would have to carry."""
         return self.algbw_gbps(time_us) * busbw_factor("all_reduce", self.nranks)
+
+
+def rate_gbps(nbytes: float, time_us: float) -> float:
+    """Bytes over time."""
+    return nbytes / 1e3 / time_us if time_us > 0 else 0.0
 
 
 def useful_gbps(row: Row, time_us: float) -> float:
@@ -131,10 +140,18 @@ class Column:
 
 
 def columns(
-    *, latency: bool, peers: Sequence[str], memory_limit_gbps: float | None
+    *,
+    latency: bool,
+    peers: Sequence[str],
+    memory_limit_gbps: float | None,
+    nodes: int = 1,
 ) -> list[Column]:
-    """Our columns: the algorithm always comes first."""
+    """Our columns: the algorithm always comes first; several nodes have what is sent in and between
+    them.
+    """
     result = [Column(("", "algorithm", ""), 12, _algorithm)]
+    if nodes > 1:
+        result += _sent_columns()
     if latency:
         result += _both("latency", "(us)", 7, lambda row, mode: _us(mode.ours.latency_us))
     if memory_limit_gbps is not None:
@@ -167,6 +184,21 @@ def _peer_columns(peer: str, what: str, value: Callable[[Timing], float | None])
     out_time, in_time = _both(label, "(us)", 7, text)
     out_ratio, in_ratio = _both("/ours", "", 6, ratio)
     return [out_time, out_ratio, in_time, in_ratio]
+
+
+def _sent_columns() -> list[Column]:
+    """Bytes are the same out of place and in place."""
+    within = _both("within", "(GB/s)", 7, lambda _, mode: _rate(mode.bytes_within, mode))
+    between = _both("between", "(GB/s)", 7, lambda _, mode: _rate(mode.bytes_between, mode))
+    return [
+        Column(("", "within", "(B)"), 12, lambda row: str(row.out_of_place.bytes_within)),
+        Column(("", "between", "(B)"), 12, lambda row: str(row.out_of_place.bytes_between)),
+        *(columns[side] for side in (0, 1) for columns in (within, between)),
+    ]
+
+
+def _rate(nbytes: int, mode: Mode) -> str:
+    return float_text(rate_gbps(nbytes, mode.ours.time_us), 7)
 
 
 def _both(title: str, unit: str, width: int, text: Callable[[Row, Mode], str]) -> list[Column]:

@@ -5,22 +5,19 @@ Knows nothing of what they measure.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 
 from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.launch import launch
+from gpuallreduce.bootstrap.launch_nodes import find_mpirun, launch_nodes
 from gpuallreduce.bootstrap.python import module_command
-from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.topology import available_cores
 
 from .arguments import to_argv
 from .options import Options
-from .peers import HOW_TO_INSTALL
 
 __all__ = ["in_processes", "mpirun_command", "must_start", "start"]
 
@@ -34,9 +31,14 @@ def must_start(options: Options, environ: Mapping[str, str]) -> bool:
     Raises:
         InvalidArgument: a launcher has started this process, and not as the options say.
     """
-    here = identify(environ)
+    here = identify(environ, across=True)
     if here.source == "single process":
-        return options.processes is not None or options.needs_mpi
+        return bool(options.nodes) or options.processes is not None or options.needs_mpi
+    if options.nodes and sum(options.nodes) != here.nranks:
+        raise InvalidArgument(
+            f"--nodes {','.join(map(str, options.nodes))} has {sum(options.nodes)} ranks, but "
+            f"{here.source} started {here.nranks}: leave --nodes out, or the launcher"
+        )
     if options.processes not in (None, here.nranks):
         raise InvalidArgument(
             f"--processes {options.processes}, but {here.source} started {here.nranks}: leave "
@@ -62,8 +64,8 @@ def must_start(options: Options, environ: Mapping[str, str]) -> bool:
 
 def in_processes(options: Options, environ: Mapping[str, str]) -> bool:
     """Whether this process holds one rank of several processes (or of one, if asked for)."""
-    here = identify(environ)
-    asked = options.processes is not None or options.needs_mpi
+    here = identify(environ, across=True)
+    asked = bool(options.nodes) or options.processes is not None or options.needs_mpi
     return here.nranks > 1 or (here.source != "single process" and asked)
 
 
@@ -71,36 +73,24 @@ def start(options: Options) -> int:
     """Runs the benchmark in processes; returns the status of the whole.
 
     Raises:
-        NotSupported: MPI is asked for and is not there; says what to install.
+        NotSupported: MPI is needed and is not there; says what to install.
     """
     nranks = options.processes or max(2, available_cores())
     command = module_command(MODULE, *to_argv(options))
+    if options.nodes:
+        return launch_nodes(options.nodes, command)
     if not options.needs_mpi:
         return launch(nranks, command, prefix=False)
-    mpirun, version = _find_mpirun()
-    wrapped = mpirun_command(mpirun, version, nranks, available_cores())
+    mpirun, open_mpi = find_mpirun("--peer mpi")
+    wrapped = mpirun_command(mpirun, nranks, available_cores(), open_mpi=open_mpi)
     sys.stdout.flush()
     return subprocess.run([*wrapped, *command], check=False).returncode
 
 
-def mpirun_command(mpirun: str, version: str, nranks: int, cores: int) -> list[str]:
+def mpirun_command(mpirun: str, nranks: int, cores: int, *, open_mpi: bool) -> list[str]:
     """mpirun and its options: a core for each rank where there are enough."""
     command = [mpirun, "-n", str(nranks)]
-    open_mpi = "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version
     if nranks <= cores:
         return [*command, "--bind-to" if open_mpi else "-bind-to", "core"]
     # Other launchers take more ranks than cores as they are.
     return [*command, "--oversubscribe", "--bind-to", "none"] if open_mpi else command
-
-
-def _find_mpirun() -> tuple[str, str]:
-    if importlib.util.find_spec("mpi4py") is None:
-        raise NotSupported(f"--peer mpi needs mpi4py, which is not installed: {HOW_TO_INSTALL}")
-    mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
-    if mpirun is None:
-        raise NotSupported(
-            f"--peer mpi needs mpirun, and there is none on {os.environ.get('PATH', 'PATH')}: "
-            f"{HOW_TO_INSTALL}"
-        )
-    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return mpirun, done.stdout + done.stderr

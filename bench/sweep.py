@@ -226,4 +226,6 @@ class Sweep:
             order=plan.request.order,
             peers={name: timings[here[name]] if name in here else None for name in names},
             peers_nwrong={name: wrong[here[name]] if name in here else None for name in names},
+            bytes_within=plan.bytes_within,
+            bytes_between=plan.bytes_between,
         )

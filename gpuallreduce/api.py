@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from gpuallreduce.across.calls import CallsAcross
 from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.nodes import Nodes, meet
 from gpuallreduce.communicator import DEFAULT_TIMEOUT_S, Communicator
-from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.errors import Error, InvalidArgument, NotSupported
 from gpuallreduce.locals import check_devices
 from gpuallreduce.placement import joined_rank, local_ranks
+from gpuallreduce.tracing import check_traced, trace_file
 from gpuallreduce.version import VERSION
 
 __all__ = ["allreduce", "init"]
@@ -36,6 +38,7 @@ def init(
     secret: str | bytes | None = None,
     device: str = "host",
     timeout: float | None = DEFAULT_TIMEOUT_S,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Communicator:
     """Makes this process one rank of a job. A collective: every process calls it, equally often.
 
@@ -50,13 +53,20 @@ def init(
             number is the rank among those of this machine (modulo the GPUs that it sees). A GPU
             also becomes CuPy's current device.
         timeout: seconds until all ranks must have come, and the default limit of later waits.
+        trace: a file for Chrome's and Perfetto's trace viewers, which shows when the stages of
+            calls ran: between nodes each chunk's folding, travelling and gathering, on one node
+            each call. It is emptied now, and every rank adds its stages when its communicator is
+            closed. So ranks that see one file system get one file, and wait for nobody; machines
+            without a common one have a file each. One communicator a file.
 
     Raises:
-        InvalidArgument: the place is not described completely.
+        InvalidArgument: the place is not described completely; or ``trace`` cannot be written on
+            some rank.
         Timeout: ranks are missing; names them.
         MismatchError: ranks disagree on nranks, version or secret, or two claim one rank.
         DeviceError: a rank failed to start; every rank raises and names it.
-        NotSupported: CUDA devices where CuPy or a GPU is missing; says which.
+        NotSupported: CUDA devices where CuPy or a GPU is missing; says which. Or with ``trace`` on
+            one node.
     """
     (name,) = check_devices([device])
     identity = identify(
@@ -69,31 +79,66 @@ def init(
         across=True,
     )
     if identity.nranks == 1:
-        return Communicator.over(local_ranks([name]), timeout=timeout)
+        check_traced(name, trace)
+        file = trace_file(trace)
+        return Communicator.over(local_ranks([name]), timeout=timeout, trace=file)
+    file, failure = _traced(trace)
     nodes = meet(identity, timeout=timeout or 1e9, version=VERSION)
+    _check_trace(nodes, name, trace, failure)
     if len(nodes.sizes) == 1:
         placement = joined_rank(nodes.node, name, local_rank=identity.local_rank)
-        return Communicator.over(placement, timeout=timeout)
-    return _over_nodes(nodes, name, timeout)
+        return Communicator.over(placement, timeout=timeout, trace=file)
+    return _over_nodes(nodes, name, timeout, file)
 
 
-def _over_nodes(nodes: Nodes, device: str, timeout: float | None) -> Communicator:
+def _traced(trace: str | os.PathLike[str] | None) -> tuple[Path | None, Error | None]:
+    """The file of the stages, or why it cannot be: for all ranks to raise once they have met."""
+    try:
+        return trace_file(trace), None
+    except InvalidArgument as error:
+        return None, error
+
+
+def _check_trace(nodes: Nodes, device: str, trace: object, failure: Error | None) -> None:
+    """Raises on all ranks if one cannot have the trace that it was asked for. A collective."""
+    try:
+        if failure is None and len(nodes.sizes) == 1:
+            check_traced(device, trace)
+    except NotSupported as error:
+        failure = error
+    told = None if failure is None else [type(failure).__name__, str(failure)]
+    parts = nodes.everyone.exchange("trace", {"failure": told})
+    for rank, part in enumerate(parts):
+        if part.payload["failure"] is not None:
+            nodes.close()
+            kind, text = part.payload["failure"]
+            raise {"NotSupported": NotSupported}.get(kind, InvalidArgument)(f"rank {rank}: {text}")
+
+
+def _over_nodes(
+    nodes: Nodes, device: str, timeout: float | None, trace: Path | None
+) -> Communicator:
     """One rank of a job on several machines."""
     found = [
         part.payload["device"] for part in nodes.everyone.exchange("devices", {"device": device})
     ]
-    if any(each != "host" for each in found):
+    if len({name.partition(":")[0] for name in found}) > 1:
         nodes.close()
         raise NotSupported(
-            f"the ranks are on {len(nodes.names)} machines ({', '.join(nodes.names)}), and this "
-            f"version connects host ranks between machines only; found devices {found}"
+            f"the ranks are on {len(nodes.names)} machines ({', '.join(nodes.names)}), and their "
+            f"devices are of different kinds: {found}. NCCL connects GPUs, MPI connects host "
+            "ranks: give all ranks devices of one kind"
         )
-    placement = joined_rank(nodes.node, device, local_rank=nodes.local_rank)
-    return Communicator.over(
-        placement,
-        timeout=timeout,
-        connect=lambda placed, limit: CallsAcross(nodes, placed, timeout=limit),
-    )
+    try:
+        placement = joined_rank(nodes.node, device, local_rank=nodes.local_rank)
+        return Communicator.over(
+            placement,
+            timeout=timeout,
+            connect=lambda placed, limit: CallsAcross(nodes, placed, timeout=limit, trace=trace),
+        )
+    except BaseException:
+        nodes.close()
+        raise
 
 
 _communicators: dict[tuple[str, ...], Communicator] = {}

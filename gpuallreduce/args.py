@@ -26,6 +26,7 @@ __all__ = [
     "GarHeader",
     "GarHoldArgs",
     "GarLaunch",
+    "GarNodesArgs",
     "GarPatternArgs",
     "GarProbeArgs",
     "GarProbeResult",
@@ -33,6 +34,13 @@ __all__ = [
     "GarStridedArgs",
     "GarWrongWord",
     "MAX_AXES",
+    "NODES_BEGUN",
+    "NODES_DIFFERS",
+    "NODES_ENDED",
+    "NODES_FOLDED",
+    "NODES_GATHERED",
+    "NODES_HALTED",
+    "NODES_MET",
     "PROBE_IDLE",
     "PROBE_LATE",
     "PROBE_NO_STORE",
@@ -52,6 +60,9 @@ CALL, READY, CREDIT = 0, 1, 2
 # GarProbeResult.code.
 PROBE_IDLE, PROBE_OK, PROBE_LATE = 0, 1, 2
 PROBE_NO_STORE, PROBE_WRONG_STORE, PROBE_WRONG_LOAD, PROBE_PEER_ENDED = 3, 4, 5, 6
+# Words of GarNodesArgs.
+NODES_BEGUN, NODES_MET, NODES_FOLDED, NODES_GATHERED, NODES_ENDED, NODES_DIFFERS = range(6)
+NODES_HALTED = 6
 
 
 class GarHeader(ctypes.Structure):
@@ -239,6 +250,22 @@ class GarChaseArgs(ctypes.Structure):
         ("first", ctypes.c_void_p),
         ("last", ctypes.c_void_p),
         ("accesses", ctypes.c_uint64),
+    ]
+
+
+class GarNodesArgs(ctypes.Structure):
+    """One GPU's part in a call of several nodes, beside the data."""
+
+    _fields_ = [
+        ("header", GarHeader),
+        ("mine", ctypes.c_void_p),
+        ("theirs", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        ("words", ctypes.c_void_p),
+        ("abort", ctypes.c_void_p),
+        ("limit_ns", ctypes.c_uint64),
+        ("neighbours", ctypes.c_uint64),
+        ("word", ctypes.c_uint64),
     ]
 
 

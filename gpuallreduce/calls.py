@@ -6,7 +6,9 @@ Knows nothing of how arguments were checked, nor of kernels and words.
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from gpuallreduce.orchestrator import Addresses, Orchestrator
 from gpuallreduce.placement import Placement
 from gpuallreduce.plan import ORDERS, Plan, Request
 from gpuallreduce.symmetric import SymmetricBuffers, address_table
+from gpuallreduce.tracing import Trace
 from gpuallreduce.tuner import Forced
 from gpuallreduce.types import dtype_of, op_of, reduction
 
@@ -27,6 +30,7 @@ __all__ = ["Calls", "Options", "digest"]
 
 CACHED_PLANS = 4096
 NOT_FORCED = Forced()
+_UNTRACED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class Calls:
     Attributes:
         timeout: seconds that one wait may last; None: no limit. After a change call ``forget``.
         nranks, ranks: of the communicator, and those of them that live in this process.
+        layout: name and number of ranks of every node, in the order of ranks.
         has_short_way: whether repeated calls may go past this class to the device.
+        trace: records stages, if asked for.
     """
 
     has_short_way = True
@@ -83,12 +89,17 @@ class Calls:
         placement: Placement,
         *,
         timeout: float | None,
+        trace: Trace | None = None,
     ) -> None:
         self.transport = placement.transport
         self.device = placement.device
         self.topology = placement.topology
         self.nranks, self.ranks = self.transport.nranks, self.transport.ranks
+        self.layout: tuple[tuple[str, int], ...] = ((socket.gethostname(), self.nranks),)
         self.timeout = timeout
+        self.trace = trace
+        if trace is not None:
+            self.has_short_way = False  # where nothing is recorded
         self.orchestrator = Orchestrator(self.transport, self.device, self.topology)
         self._connect = placement.engine
         self._engine: Engine | None = None
@@ -103,6 +114,8 @@ class Calls:
 
     def end(self) -> None:
         """Leaves the ranks; no call may be running. Arrays over symmetric buffers may live on."""
+        if self.trace is not None:
+            self.trace.write()
         self.orchestrator.leave()
         if self._engine is not None:
             self._engine.close()
@@ -168,13 +181,22 @@ class Calls:
             prepared = self._prepare(request, options)
             addresses = self._addresses(prepared, bounds, options)
             engine = self._engine_for(prepared.plan)
-            self.orchestrator.run(prepared.plan, prepared.args, addresses)
+            with self._span(prepared.plan):
+                self.orchestrator.run(prepared.plan, prepared.args, addresses)
             if engine is not None:
                 self._run_engine(engine, request, addresses)
             self._remember(prepared, bounds, options)
         for bound in bounds:
             if bound.finish is not None:
                 bound.finish()
+
+    def _span(self, plan: Plan) -> AbstractContextManager[None]:
+        """Records a call, if calls are recorded."""
+        if self.trace is None:
+            return _UNTRACED
+        request, config = plan.request, plan.config
+        name = f"{request.collective} {config.algorithm} {config.access}"
+        return self.trace.span(name, bytes=request.nbytes)
 
     # ---- another library's collectives ----------------------------------------------------------
     # NOTE engines meet first. Before an engine's collective our barrier compares the ranks' calls.
@@ -220,6 +242,9 @@ class Calls:
             self.orchestrator.abort()
         if self.orchestrator.aborted:
             self.abort_engine()
+
+    def settle(self) -> None:
+        """Learns what may have gone wrong, once all that was launched has ended."""
 
     def _is_direct(self, bounds: Sequence[Bound]) -> bool:
         """Whether every rank can address these arrays."""

@@ -6,10 +6,12 @@ Knows nothing of plans, kernels or processes: it checks arguments and hands boun
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +39,7 @@ from gpuallreduce.locals import (
 )
 from gpuallreduce.placement import Placement, local_ranks
 from gpuallreduce.plan import Plan
+from gpuallreduce.tracing import check_traced, trace_file, trace_of_node
 from gpuallreduce.tuner import Forced
 from gpuallreduce.types import dtype_of, op_of, reduction
 
@@ -57,13 +60,18 @@ class Communicator(Collectives):
         nranks: ranks of the group.
         ranks: the ranks that live in this process.
         topology: what the ranks run on.
+        layout: name and number of ranks of every node, in the order of ranks.
 
     Calls on host devices are complete on return. On CUDA devices they are ordered on a stream and
     the host does not wait: see ``synchronize``. One call is made at a time; another thread's waits.
     """
 
     def __init__(
-        self, devices: Sequence[str], *, timeout: float | None = DEFAULT_TIMEOUT_S
+        self,
+        devices: Sequence[str],
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT_S,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         """Ranks of this process, one per device.
 
@@ -73,12 +81,18 @@ class Communicator(Collectives):
                 Several ranks may share a GPU.
             timeout: seconds that one wait of a call may last before every rank raises Timeout;
                 None: no limit.
+            trace: as in ``gpuallreduce.init``.
 
         Raises:
-            InvalidArgument: no device, or a name that does not exist.
-            NotSupported: CUDA devices where CuPy or a GPU is missing; says which.
+            InvalidArgument: no device, or a name that does not exist; or ``trace`` cannot be
+                written.
+            NotSupported: CUDA devices where CuPy or a GPU is missing; says which; or with
+                ``trace``.
         """
-        self._start(local_ranks(check_devices(devices)), timeout)
+        names = check_devices(devices)
+        check_traced(names[0], trace)
+        file = trace_file(trace)
+        self._start(local_ranks(names), timeout, trace=file)
 
     @classmethod
     def over(
@@ -87,6 +101,7 @@ class Communicator(Collectives):
         *,
         timeout: float | None,
         connect: Callable[[Placement, float | None], Calls] | None = None,
+        trace: Path | None = None,
     ) -> Communicator:
         """A communicator of ranks placed in any way; ``gpuallreduce.init`` uses it.
 
@@ -94,9 +109,10 @@ class Communicator(Collectives):
             placement: of the ranks of this machine.
             timeout: as in the constructor.
             connect: makes the calls of ranks that are not all on this machine.
+            trace: the file that stages are written to, where ``connect`` does not see to it.
         """
         self = cls.__new__(cls)
-        self._start(placement, timeout, connect)
+        self._start(placement, timeout, connect, trace)
         return self
 
     def _start(
@@ -104,19 +120,22 @@ class Communicator(Collectives):
         placement: Placement,
         timeout: float | None,
         connect: Callable[[Placement, float | None], Calls] | None = None,
+        trace: Path | None = None,
     ) -> None:
         limit = check_timeout(timeout)
         self.topology = placement.topology
         self._device = placement.device
         try:
-            calls = (
-                Calls(placement, timeout=limit) if connect is None else connect(placement, limit)
-            )
+            if connect is not None:
+                calls = connect(placement, limit)
+            else:
+                recorder = trace_of_node(trace, placement.transport.ranks)
+                calls = Calls(placement, timeout=limit, trace=recorder)
         except BaseException:
             placement.transport.close()  # no kernel of any rank has run
             raise
         self._calls = calls
-        self.nranks, self.ranks = calls.nranks, calls.ranks
+        self.nranks, self.ranks, self.layout = calls.nranks, calls.ranks, calls.layout
         self._locals = LocalRanks(self.ranks, self.nranks, self._device.arrays)
         self._fuser = Fuser(len(self.ranks), self._device.arrays)
         self._call = self._short_way()
@@ -199,6 +218,7 @@ class Communicator(Collectives):
             self._lock.acquire()
         try:
             self._device.drain(self._calls.look_out, self._calls.orchestrator.abort)
+            self._calls.settle()
             failure = self._unraised()
             self._calls.end()
         finally:
@@ -231,6 +251,7 @@ class Communicator(Collectives):
             except DeviceError as error:
                 self._give_up(error)
                 raise
+            self._calls.settle()
             self._check_usable()
 
     def abort(self) -> None:

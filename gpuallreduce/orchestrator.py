@@ -145,6 +145,10 @@ class Orchestrator:
         """The word of the first local rank that is nonzero once any rank gave up."""
         return self.segments.control_word(self.transport.ranks[0], self.segments.layout.abort)
 
+    def abort_address(self) -> int:
+        """Where that word lies."""
+        return self.segments.control_address(self.transport.ranks[0], self.segments.layout.abort)
+
     @property
     def aborted(self) -> bool:
         """True once any rank gave up: no call can succeed any more."""

@@ -175,7 +175,8 @@ class Plan:
         kernel: the kernel that runs on every rank.
         region: where its slots lie.
         order: order of the fold (``rank``, or the algorithm's).
-        bytes_sent: bytes that one rank sends to its peers.
+        bytes_within: bytes that one rank sends to ranks of its node (the largest over the ranks).
+        bytes_between: bytes that one rank sends to other nodes (the largest over the ranks).
         transport: how ranks address each other's memory.
         items: kernel elements in one array element (see types.Reduction).
         costs: for every algorithm its estimated time in us, or why it cannot serve.
@@ -186,10 +187,16 @@ class Plan:
     kernel: Kernel
     region: Region
     order: str
-    bytes_sent: int
+    bytes_within: int
     transport: str
+    bytes_between: int = 0
     items: int = 1
     costs: dict[str, float | str] = field(default_factory=dict)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that one rank sends to its peers."""
+        return self.bytes_within + self.bytes_between
 
     def describe(self) -> str:
         """A few lines for people: what runs, in which order it sums, what it moves, and why it was
@@ -201,6 +208,12 @@ class Plan:
             what += f" {request.op.name}"
         if request.shards is not None:
             what += f" in {request.shards.count} shards"
+        sends = f"{self.bytes_sent} bytes a rank"
+        if self.bytes_between:
+            sends = (
+                f"{self.bytes_within} bytes a rank inside its node and {self.bytes_between} "
+                "between nodes,"
+            )
         lines = [
             f"{what} of {request.count} x {request.dtype.name} on {request.nranks} ranks "
             f"({request.nbytes} bytes, {'in place' if request.in_place else 'out of place'})",
@@ -208,7 +221,7 @@ class Plan:
             f"  order      {self.order}",
             f"  channels   {config.nchannels}, chunks of {config.chunk_count} elements "
             f"({config.chunk_count * request.dtype.itemsize} bytes)",
-            f"  sends      {self.bytes_sent} bytes a rank over {self.transport}",
+            f"  sends      {sends} over {self.transport}",
         ]
         if config.depth:
             lines.append(f"  depth      {config.depth} chunks between nodes at once")

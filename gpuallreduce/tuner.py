@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuallreduce.algorithms import ALGORITHMS, BY_NAME, ENGINES
-from gpuallreduce.algorithms.base import on_gpu, placed
+from gpuallreduce.algorithms.base import gpu_channels, on_gpu, placed
 from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.plan import ACCESSES, Config, Plan, Request
 from gpuallreduce.topology import Topology
@@ -20,7 +20,6 @@ __all__ = ["Forced", "decide"]
 # Out of place only: below, and in place, the caches serve the next reader better.
 STREAMING_BYTES = 64 << 20
 IN_RANK_ORDER = "rank: the same bits for every algorithm, size and number of processes"
-GPU_CHANNEL_BYTES = 16 << 10  # 512 threads with two packs each
 WARP_THREADS, MIN_WARPS, MAX_WARPS = 32, 2, 16
 
 
@@ -96,7 +95,7 @@ def _nchannels(share_bytes: int, topology: Topology, forced: Forced) -> int:
         return forced.nchannels
     if not on_gpu(topology):
         return 1
-    return max(1, min(topology.max_channels, share_bytes // GPU_CHANNEL_BYTES))
+    return gpu_channels(share_bytes, topology)
 
 
 def _nthreads(channel_bytes: int) -> int:
@@ -148,7 +147,7 @@ def decide(request: Request, topology: Topology, forced: Forced, *, transport: s
         kernel=algorithm.kernel(request, access),
         region=placed(algorithm.region(request), topology),
         order=order,
-        bytes_sent=algorithm.bytes_sent(request),
+        bytes_within=algorithm.bytes_sent(request),
         transport=transport,
         items=reduction(request.dtype, request.op).elements_per_item if request.reduces else 1,
         costs=costs,

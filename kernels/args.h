@@ -160,3 +160,28 @@ struct GarChaseArgs {
   const void** last;  // where it came to
   uint64_t accesses;
 };
+
+// One GPU's part in a call of several nodes, beside the data. Words are pinned host memory, one to a line, written by
+// this GPU alone.
+namespace gar {
+enum : uint64_t {
+  kNodesBegun = 0,     // calls that all ranks of the node have entered
+  kNodesMet = 1,       // calls that the neighbouring nodes have been seen to make too
+  kNodesFolded = 2,    // chunks of the present call that the node has folded
+  kNodesGathered = 3,  // chunks of it that are finished
+  kNodesEnded = 4,     // calls that have ended
+  kNodesDiffers = 5,   // 1 + the neighbour whose call differs
+  kNodesHalted = 6,    // nonzero once messages have been ended; the host's
+};
+}
+struct GarNodesArgs {
+  GarHeader header;         // of this call; its sequence is filled in by the kernel
+  GarHeader* mine;          // what the neighbours are sent
+  const GarHeader* theirs;  // [2] what the neighbours sent: the node before, and the one behind
+  GarHeader* seen;          // [2] in host memory: theirs, once one of them differs
+  uint64_t* words;
+  const uint64_t* abort;  // nonzero once a rank of this node gave up
+  uint64_t limit_ns;      // how long the host is waited for, which ends messages then
+  uint64_t neighbours;    // bit 0: there is a node before; bit 1: one behind
+  uint64_t word;          // which one a tick advances
+};

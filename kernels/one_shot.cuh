@@ -22,7 +22,7 @@ GAR_DEVICE bool exchange(const Block& block, const GarArgs& args) {
   const Collective collective(channel);
   const uint64_t rounds = collective.rounds(), first = channel.first_step();
   collective.stage(0, first);
-  channel.post_call();
+  if (!channel.post_call()) return false;
   for (uint64_t i = 0; i < rounds; ++i) {
     if (i + 1 < rounds) {
       collective.stage(i + 1, first + i + 1);

@@ -31,7 +31,8 @@ enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };                         
 // rank that closes its communicator leaves a report with kClosed but sets no abort word, since its peers may still be
 // finishing the last call; a wait for such a rank looks at the word once more (the report came after everything that
 // the rank ever posted) and then gives up. Whoever learns that a rank's process is gone leaves kLost in its
-// name and gives up: that rank cannot take part in what is being waited for.
+// name and gives up: that rank cannot take part in what is being waited for. A call that was given up has not been
+// counted, so launches that a GPU still has behind it must post nothing: they would do so under that call's number.
 class Channel {
  public:
   const Block& block;
@@ -59,8 +60,9 @@ class Channel {
   }
 
   // ---- the call: see NOTE call lines ----------------------------------------------------------------------------
-  GAR_MEMBER void post_call() const {
-    block.sync();
+  // False: give up the call; see NOTE aborts.
+  GAR_MEMBER bool post_call() const {
+    if (block.sync_or(block.thread() == 0 && load_acquire(abort_word(rank)) != 0)) return false;
     for (uint32_t to = block.thread(); to < nranks; to += block.threads()) {
       if (to == rank) continue;
       GarHeader* header = call_line(to, rank);
@@ -70,6 +72,7 @@ class Channel {
       header->detail = args.header.detail;
       store_release(&header->sequence, sequence_);
     }
+    return true;
   }
   // False: give up the call (this block's threads all see the same).
   GAR_MEMBER bool await_call() {
@@ -81,10 +84,7 @@ class Channel {
     }
     return !block.sync_or(failed);
   }
-  GAR_MEMBER bool begin() {
-    post_call();
-    return await_call();
-  }
+  GAR_MEMBER bool begin() { return post_call() && await_call(); }
   // The last thing in a call that succeeds: `steps` is how many steps it took.
   GAR_MEMBER bool end(uint64_t steps) const {
     block.sync();

@@ -94,7 +94,7 @@ GAR_DEVICE bool two_shot(const Block& block, const GarArgs& args) {
   const Shot shot(channel);
   const uint64_t rounds = shot.rounds(), first = channel.first_step();
   shot.stage(0, first);
-  channel.post_call();
+  if (!channel.post_call()) return false;
   for (uint64_t i = 0; i <= rounds; ++i) {
     if (i + 1 < rounds) {
       shot.stage(i + 1, first + i + 1);

@@ -29,7 +29,7 @@ if not os.environ.get("REAL_NODES"):
     os.environ["GPUALLREDUCE_NODE"] = NODE_OF[RANK]
 
 import gpuallreduce as gar  # noqa: E402
-from gpuallreduce.across import chunks  # noqa: E402
+from gpuallreduce.across import pace  # noqa: E402
 from gpuallreduce.inputs import random_inputs  # noqa: E402
 from gpuallreduce.types import DTYPES, OPS  # noqa: E402
 
@@ -93,12 +93,12 @@ def every_count_has_the_bits_of_the_reference() -> None:
 
 
 def long_arrays_in_chunks_of_their_real_size_have_the_bits_of_the_reference() -> None:
-    small, chunks.SHARD_CHUNK_BYTES = chunks.SHARD_CHUNK_BYTES, 16 << 10
+    small, pace.SHARD_CHUNK_BYTES = pace.SHARD_CHUNK_BYTES, (16 << 10, 16 << 10)
     try:
         with job() as comm:
             check_pair(comm, "float32", "sum", 80_001)
     finally:
-        chunks.SHARD_CHUNK_BYTES = small
+        pace.SHARD_CHUNK_BYTES = small
 
 
 def any_order_is_close_and_has_the_same_bits_on_all_ranks() -> str:
@@ -308,14 +308,30 @@ def a_rank_that_is_interrupted() -> list[str]:
     return found
 
 
-def a_rank_that_is_killed() -> list[str]:
+def _killed(who: int) -> list[str]:
     comm = job()
     comm.allreduce(np.ones(3))
-    if comm.rank == LAST:
+    if comm.rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    found = failing(lambda: [comm.allreduce(np.ones(3000)) for _ in range(50)], 15.0)
+    found = failing(lambda: [comm.allreduce(np.ones(3000)) for _ in range(50)], 5.0)
     then_refused(comm)
     return found
+
+
+def rank_0_is_killed() -> list[str]:
+    return _killed(0)
+
+
+def rank_1_is_killed() -> list[str]:
+    return _killed(1)
+
+
+def rank_2_is_killed() -> list[str]:
+    return _killed(2)
+
+
+def rank_3_is_killed() -> list[str]:
+    return _killed(3)
 
 
 def a_cable_that_is_cut() -> list[str]:
@@ -332,7 +348,7 @@ def a_cable_that_is_cut() -> list[str]:
 
 def main() -> None:
     """Runs what was asked for, in that order; a failure of one is told, and the others run."""
-    chunks.SHARD_CHUNK_BYTES = 512  # many chunks of small arrays
+    pace.SHARD_CHUNK_BYTES = (512, 512)  # many chunks of small arrays
     for name in sys.argv[3:]:
         try:
             found, error = globals()[name](), None

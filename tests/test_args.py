@@ -27,6 +27,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     args.GarPatternArgs,
     args.GarHoldArgs,
     args.GarChaseArgs,
+    args.GarNodesArgs,
     args.GarLaunch,
 )
 # C++ name of each constant and what the Python side holds.

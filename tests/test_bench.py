@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,9 @@ def test_sizes_grow_by_a_factor_or_by_a_step_and_end_within_the_range() -> None:
         ("--devices cuda:0,cuda:1 --processes 3", "one for each process"),
         ("-g 2 --processes 2", "--processes N alone"),
         ("-g 2 --peer mpi", "each rank a process"),
+        ("-g 2 --nodes 2,2", "--nodes 2,2 says how many"),
+        ("--processes 2 --nodes 2,2", "has 4 ranks"),
+        ("--devices cuda:0,cuda:0 --nodes 2,1", "2 devices, and --nodes 2,1 has 3"),
         ("--plot picture.svg", "must end in .png"),
     ],
 )
@@ -220,6 +224,8 @@ def test_options_that_contradict_each_other_are_refused(argv: str, message: str)
         ("--peer gloo", "mpi"),
         ("--device tpu", "cuda"),
         ("--devices cuda:0,host", "same kind"),
+        ("--nodes 4,0", "such as 4,4"),
+        ("--nodes 4,", "such as 4,4"),
         ("--proc 2", "unrecognized"),
     ],
 )
@@ -242,6 +248,7 @@ def test_an_option_that_makes_no_sense_says_what_does(
         "-g 4 -d float8_e4m3fn -G 0",
         "--device cuda --processes 2 --peer nccl -G 3",
         "--devices cuda:1,cuda:1",
+        "--nodes 3,5 --peer mpi",
     ],
 )
 def test_a_launched_process_gets_the_same_options(argv: str) -> None:
@@ -318,6 +325,16 @@ def test_further_columns_come_after_the_algorithm_and_line_up() -> None:
     plain = report.columns(latency=False, peers=(), memory_limit_gbps=None)
     assert texts[0].startswith(report.row_text(rows[0], plain))
     assert len(texts[0]) == len(texts[1]) == len(heading[2])
+
+
+def test_several_nodes_have_what_is_sent_in_and_between_them_after_the_algorithm() -> None:
+    sent = {"bytes_within": 6000, "bytes_between": 3000}
+    one = row(4096, replace(mode(2.0), **sent), replace(mode(4.0), **sent))
+    columns = report.columns(latency=False, peers=(), memory_limit_gbps=None, nodes=2)
+    text, heading = report.row_text(one, columns), report.heading(columns)
+    assert text.split()[14:] == ["6000", "3000", "3.00", "1.50", "1.50", "0.75"]
+    assert heading[2].split()[-6:] == ["within", "between"] * 3
+    assert len(text) == len(heading[2])
 
 
 def test_json_has_the_keys_of_nccl_tests() -> None:
@@ -457,11 +474,11 @@ def test_memory_limits_are_measured_by_threads_and_are_plausible() -> None:
 
 def test_mpirun_binds_where_there_are_enough_cores() -> None:
     bound = ["mpirun", "-n", "4", "--bind-to", "core"]
-    assert mpirun_command("mpirun", "mpirun (Open MPI) 4.1.4", 4, 4) == bound
-    crowded = mpirun_command("mpirun", "mpirun (Open MPI) 4.1.4", 5, 4)
+    assert mpirun_command("mpirun", 4, 4, open_mpi=True) == bound
+    crowded = mpirun_command("mpirun", 5, 4, open_mpi=True)
     assert crowded[3:] == ["--oversubscribe", "--bind-to", "none"]
-    assert mpirun_command("mpirun", "HYDRA build details", 4, 4)[3:] == ["-bind-to", "core"]
-    assert mpirun_command("mpirun", "HYDRA build details", 5, 4)[3:] == []
+    assert mpirun_command("mpirun", 4, 4, open_mpi=False)[3:] == ["-bind-to", "core"]
+    assert mpirun_command("mpirun", 5, 4, open_mpi=False)[3:] == []
 
 
 OURS = {
@@ -475,10 +492,13 @@ OURS = {
 def test_processes_are_started_once() -> None:
     assert must_start(parse("--processes", "2"), {})
     assert must_start(parse("--peer", "mpi"), {})
+    assert must_start(parse("--nodes", "2,2"), {})
+    assert not must_start(parse("--nodes", "1,1"), OURS)
     assert not must_start(parse(), {})
     assert not must_start(parse("--processes", "2"), OURS)
     for argv, message in (
         ("--processes 3", "started 2"),
+        ("--nodes 2,1", "has 3 ranks, but gpuallreduce run started 2"),
         ("-g 2", "leave -g out"),
         ("--peer mpi", "leave the launcher out"),
     ):
@@ -486,9 +506,10 @@ def test_processes_are_started_once() -> None:
             must_start(parse(*argv.split()), OURS)
 
 
+@pytest.mark.parametrize("argv", ["--peer mpi", "--nodes 2,2"])
 @pytest.mark.parametrize("missing", ["mpirun", "mpi4py"])
 def test_a_missing_peer_says_what_to_install(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = None if missing == "mpirun" else "/somewhere/mpirun"
     spec = None if missing == "mpi4py" else object()
@@ -497,7 +518,7 @@ def test_a_missing_peer_says_what_to_install(
     for name in list(os.environ):
         if name.startswith("OMPI_COMM"):
             monkeypatch.delenv(name)
-    assert allreduce_perf.main(["--peer", "mpi"]) == 2
+    assert allreduce_perf.main(argv.split()) == 2
     error = capsys.readouterr().err
     assert missing in error
     assert "pip install mpi4py" in error
@@ -591,6 +612,34 @@ def test_processes_of_our_launcher_measure_and_draw(tmp_path: Path) -> None:
     assert len({device["pid"] for device in result["devices"]}) == 2
     assert result["gpuallreduce"]["processes"] == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nodes_of_one_machine_are_measured_with_what_is_sent_in_and_between_them(
+    tmp_path: Path,
+) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    path = tmp_path / "x.json"
+    argv = ["-b", "256K", "-e", "256K", "--nodes", "2,2", "--peer", "mpi"]
+    done = run_module([*argv, "-J", str(path)])
+    assert done.returncode == 0, done.stderr
+    assert "\n# nodes 2 x 2: node0 2 ranks, node1 2 ranks\n" in done.stdout
+    assert "\n# transport: MPI between 2 nodes" in done.stdout
+    lines = data_lines(done.stdout)
+    assert [int(line[0]) for line in lines] == [262144]
+    result = json.loads(path.read_text())
+    assert [node["nranks"] for node in result["gpuallreduce"]["nodes"]] == [2, 2]
+    for line, each in zip(lines, result["results"], strict=True):
+        nbytes = each["size"]
+        # Half of the array to the other rank, half of the result to it; half to the other node.
+        assert [int(word) for word in line[14:16]] == [nbytes, nbytes // 2]
+        assert len(line) == 13 + 1 + 6 + 4
+        for side in ("out_of_place", "in_place"):
+            found = each[side]
+            assert found["nwrong"] == found["peers"]["mpi"]["nwrong"] == 0
+            assert (found["bytes_within"], found["bytes_between"]) == (nbytes, nbytes // 2)
+            assert found["within_gbps"] == pytest.approx(nbytes / 1e3 / found["time"])
+            assert found["between_gbps"] == pytest.approx(nbytes / 2e3 / found["time"])
 
 
 def test_mpi_is_measured_in_the_same_processes(tmp_path: Path) -> None:

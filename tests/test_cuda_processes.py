@@ -586,3 +586,23 @@ def test_numba_arrays_are_used_in_place():
     """
     done = run_alone(LOCAL + textwrap.dedent(body))
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_launched_behind_a_call_that_was_given_up_is_no_other_call():
+    body = """
+    comm.timeout = 1.0
+    comm.barrier()
+    x, y = put(numbers(rank)), put(numbers(rank)[:100])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    if rank == 1:
+        stream.launch_host_func(lambda _: time.sleep(3), None)
+    comm.allreduce(x, stream=stream)
+    if rank == 0:
+        comm.allreduce(y, stream=stream)
+    report(fails(lambda: None))
+    comm.close()
+    """
+    for rank in run_job(2, SETUP + textwrap.dedent(body), **gpus.variables()):
+        kind, text = rank.reports[0]
+        assert kind == "Timeout", text
+        assert "rank 1 did not make this call" in text

@@ -14,15 +14,15 @@ ROOT = Path(gpuallreduce.__file__).parent
 # From the lowest level up. A module may import from its own level's lower neighbours and below; a
 # name with a dot stands for one module of a package, one without for a module or a whole package.
 LEVELS = [
-    ["errors", "version", "tracing"],
-    ["types", "args", "jit", "topology", "links"],
+    ["errors", "version"],
+    ["types", "args", "jit", "topology", "links", "tracing"],
     ["jit_cuda", "reference", "inputs"],
     ["accuracy", "checks"],
     ["plan"],
     ["algorithms.base"],
     ["algorithms.one_shot", "algorithms.two_shot", "algorithms.ring"],
     ["algorithms"],
-    ["tuner", "arrays"],
+    ["tuner", "arrays", "across.chunks", "across.pace"],
     ["simulation"],
     ["memory"],
     ["bootstrap"],

@@ -15,8 +15,9 @@ from gpuallreduce.cli import main
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.simulation import ALGORITHMS, PRESETS, Machine, best, estimate
 from gpuallreduce.simulation.engine import Schedule, run
-from gpuallreduce.simulation.geometry import pieces
+from gpuallreduce.simulation.geometry import of_plan, pieces
 from gpuallreduce.simulation.model import plan_of, topology_of
+from gpuallreduce.simulation.playing import play_chain
 from gpuallreduce.simulation.published import MEASURED
 from gpuallreduce.types import DTYPES
 
@@ -237,7 +238,8 @@ def test_all_network_cards_are_used_by_hierarchical_and_one_by_a_ring():
     ring = estimate(machine, "ring", "any", GIB).busbw_gbps
     assert ring == pytest.approx(machine.net_gbps, rel=0.02)
     assert estimate(machine, "nccl_ring", "any", GIB).busbw_gbps > 7 * ring
-    assert estimate(machine, "hierarchical", "rank", GIB).busbw_gbps > 5 * ring
+    assert estimate(machine, "hierarchical", "any", GIB).busbw_gbps > 4 * ring
+    assert estimate(machine, "hierarchical", "rank", GIB).busbw_gbps > 4 * ring
 
 
 def test_thousands_of_ranks_are_simulated_in_their_number():
@@ -310,19 +312,30 @@ def test_the_tuners_formulas_agree_with_the_simulation(name, order, direct, pres
 
 
 @pytest.mark.parametrize("preset", ["dgx-a100", "dgx-h100", "dgx-b200", "pcie-one-switch"])
-def test_the_tuners_formula_for_a_chain_lies_between_its_bound_and_the_simulation(preset):
-    # It does not count how long the first chunks of all channels take round the ring.
+def test_the_tuners_formula_for_a_chain_agrees_with_the_simulation(preset):
     for gpus, shift in itertools.product((2, 4, 8), range(10, 31, 2)):
         machine, nbytes = replace(PRESETS[preset], gpus=gpus, nics=1), 1 << shift
         plan = plan_of(machine, "ring", "rank", nbytes, DTYPES["float32"], direct=False)
         cost_us = PRODUCT["ring"].cost_us(plan.request, plan.config.access, topology_of(machine))
         found = estimate(machine, "ring", "rank", nbytes)
-        assert found.bound_us < cost_us < 1.05 * found.time_us
-        step_bytes = min(nbytes, found.chunk_bytes)
-        steps = 2 * gpus - 3 - min(gpus, nbytes // step_bytes)
-        filling_us = steps * step_bytes / (machine.link_gbps * 1e3)
+        assert found.bound_us < cost_us < 1.15 * found.time_us
         if gpus > 2:  # two ranks wait for each other's chunks besides
-            assert cost_us + filling_us == pytest.approx(found.time_us, rel=0.1), (gpus, nbytes)
+            assert cost_us > 0.95 * found.time_us, (gpus, nbytes)
+
+
+@pytest.mark.parametrize("preset", ["dgx-a100", "dgx-h100", "dgx-b200", "pcie-one-switch"])
+def test_a_chains_chunks_are_nearly_as_good_as_the_best(preset):
+    for gpus, shift in itertools.product((2, 4, 8), range(12, 29, 2)):
+        machine, nbytes = replace(PRESETS[preset], gpus=gpus, nics=1), 1 << shift
+        plan = plan_of(machine, "ring", "rank", nbytes, DTYPES["float32"], direct=False)
+        cut = of_plan(plan, 1.0)
+        chunks = [1 << each for each in range(12, 18)]
+        times = [
+            play_chain(machine, replace(cut, step_bytes=float(each * plan.config.nchannels)), False)
+            for each in chunks
+        ]
+        best_us = min(found["time"] for found, *_ in times)
+        assert play_chain(machine, cut, False)[0]["time"] < 1.2 * best_us, (gpus, nbytes)
 
 
 # ---- published measurements ---------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """How a call between nodes is cut: the turns that chunks take, and how many are under way at once.
 
-Pure arithmetic: knows nothing of devices, engines or memory.
+Pure arithmetic: knows nothing of devices, engines or memory, nor of what is fast.
 """
 
 from __future__ import annotations
@@ -9,18 +9,7 @@ from dataclasses import dataclass
 
 from gpuallreduce.plan import shard_range
 
-__all__ = [
-    "ENGINE_LAG",
-    "SHARD_CHUNK_BYTES",
-    "Chunk",
-    "chunk_count",
-    "chunks_of",
-    "depth_of",
-    "lag_of",
-]
-
-SHARD_CHUNK_BYTES = 128 << 10  # long enough for TCP, short enough that stages overlap
-ENGINE_LAG = 8  # chunks that travel while others are folded and gathered; 1 MiB a rank
+__all__ = ["Chunk", "chunk_count", "chunks_of", "depth_of", "lag_of", "turns_of"]
 
 
 @dataclass(frozen=True)
@@ -37,21 +26,26 @@ class Chunk:
     owned: int
 
 
-def lag_of(node: int, nnodes: int) -> int:
-    """Chunks that a node folds before it needs the first result: its partial goes on to the last
-    node and the result comes back, a hop in each turn.
+def lag_of(node: int, nnodes: int, turns: int = 1) -> int:
+    """Chunks that a node folds before it needs the first result, in rank order: its partial goes
+    on to the last node and the result comes back, a hop in each turn, or in so many ``turns``.
     """
-    return 2 * (nnodes - 1 - node) + 1
+    return 2 * turns * (nnodes - 1 - node) + 1
 
 
-def depth_of(order: str, nnodes: int) -> int:
-    """Chunks that are under way between nodes at once, at most: see ``Config``."""
-    return lag_of(0, nnodes) if order == "rank" else ENGINE_LAG
+def depth_of(nnodes: int, turns: int = 1) -> int:
+    """Chunks that are under way between nodes at once in rank order: the longest lag."""
+    return lag_of(0, nnodes, turns)
 
 
-def chunk_count(itemsize: int, nshards: int) -> int:
-    """Elements of a chunk."""
-    return max(1, SHARD_CHUNK_BYTES * nshards // itemsize)
+def turns_of(depth: int, nnodes: int) -> int:
+    """The turns of a hop that a depth stands for: see ``depth_of``."""
+    return (depth - 1) // (2 * (nnodes - 1))
+
+
+def chunk_count(shard_bytes: int, itemsize: int, nshards: int) -> int:
+    """Elements of a chunk whose shards have so many bytes."""
+    return max(1, shard_bytes * nshards // itemsize)
 
 
 def chunks_of(count: int, itemsize: int, nshards: int, owner: int, step: int) -> list[Chunk]:

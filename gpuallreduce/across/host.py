@@ -6,16 +6,17 @@ Knows nothing of how a node's ranks address each other, nor of how an engine mov
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gpuallreduce.across.chunks import Chunk, chunks_of, lag_of
-from gpuallreduce.across.in_step import GRACE_S, InStep
+from gpuallreduce.across.base import Across
+from gpuallreduce.across.chunks import Chunk, chunks_of
+from gpuallreduce.across.in_step import GRACE_S
 from gpuallreduce.across.shards import NodeShards
+from gpuallreduce.args import GarHeader
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.errors import Aborted, MismatchError
 from gpuallreduce.fabric.mpi import Mpi
@@ -23,7 +24,6 @@ from gpuallreduce.fabric.mpi import Request as Message
 from gpuallreduce.fabric.mpi_reductions import combine, one_nan
 from gpuallreduce.fabric.pump import Pump
 from gpuallreduce.plan import Plan, Request, Shards
-from gpuallreduce.tracing import trace_of
 from gpuallreduce.types import DTYPES, OPS
 
 __all__ = ["HostAcross"]
@@ -73,15 +73,18 @@ class _Call:
         return base + self.chunks[turn].first * self.request.dtype.itemsize
 
 
-class HostAcross:
-    """The nodes of a communicator, as one rank sees them.
+class HostAcross(Across):
+    """As Across, for a host rank.
 
     NOTE chain of nodes. Node j folds its ranks onto the partial of node j - 1, in the accumulator,
     and hands it on; the last node rounds, and results travel back. So the fold is that of one node
     with all ranks. In turn t a node folds chunk t and gathers chunk t - lag. Messages between two
     nodes are in the order of chunks, in each direction. In turn t node j waits for what node j - 1
-    sends in its turn t and for what node j + 1 sends in its turn t - 2, so waits form no circle.
+    sends in its turn t and for what node j + 1 sends in its turn t - 2, or longer ago where a hop
+    has more turns, so waits form no circle.
     """
+
+    engine = "MPI"
 
     def __init__(self, nodes: Nodes, shards: NodeShards, mpi: Mpi) -> None:
         """Connects this rank with the owners of the same shard on other nodes; a collective.
@@ -91,49 +94,25 @@ class HostAcross:
             shards: of this node's ranks.
             mpi: all ranks of the job.
         """
-        self.nodes, self.shards = nodes, shards
-        self.timeout: float | None = None
+        super().__init__(nodes, shards)
         self._aborted = False
-        self.nshards = min(nodes.sizes)
-        self.nnodes = len(nodes.sizes)
-        self._in_step = InStep(nodes, shards, mpi.words())
+        self._calls = 0
         self._pump = Pump(self._in_step.listen)
         self._line: Mpi | None = None
-        self._trace = trace_of(
-            os.environ,
-            node=nodes.this,
-            node_name=nodes.names[nodes.this],
-            rank=nodes.everyone.rank,
-        )
-        if nodes.local_rank < self.nshards:
+        if self.owner:
             line = [nodes.ranks_of(node)[nodes.local_rank] for node in range(self.nnodes)]
             self._line = mpi.over(line, tag=nodes.local_rank)
 
-    def allreduce(
-        self, source: int, target: int, plan: Plan, header: str, *, detail: int = 0
-    ) -> None:
-        """All-reduces an array of this rank.
-
-        Args:
-            source, target: addresses of the request's ``count`` elements.
-            plan: what was asked, of all ranks of the job, and how the array is cut.
-            header: what must be equal on all nodes.
-            detail: a number for what of it is not in the request.
-
-        Raises:
-            MismatchError, Timeout, Aborted, DeviceError: the ranks are out of step for good.
-        """
+    def allreduce(self, source: int, target: int, plan: Plan, *, detail: int = 0) -> None:
+        """See Across."""
         request = plan.request
         in_rank_order = request.order == "rank"
-        if self._line is not None:
-            pair = "sum" if request.op.name == "avg" else request.op.name
-            self._line.check_pair(request.dtype.name, pair)
         self._pump.begin()
         try:
             self._in_step.meet(request, detail, self.timeout)
-            self._agree(header)
+            self._agree(self.header(plan, detail))
             call = self._call(source, target, plan)
-            lag = self._lag(plan)
+            lag = self.lag(plan)
             if in_rank_order:
                 self._expect_seed(call, 0)
             for turn in range(len(call.chunks) + lag):
@@ -143,6 +122,7 @@ class HostAcross:
                     self._gather(call, turn - lag)
             for flight in call.flights:
                 self._settle(flight)
+            self._in_step.ended()
         except BaseException as error:  # KeyboardInterrupt too: the others must not wait
             self._end(error)
             if self._aborted and isinstance(error, Aborted):  # it may be of a message
@@ -151,18 +131,14 @@ class HostAcross:
         finally:
             self._pump.end()
 
-    def set_timeout(self, timeout: float | None) -> None:
-        """Seconds that one wait for another node may last. Inside the node waits may last longer:
-        who waits for another node is to give up first, since it can say more.
-        """
-        self.timeout = timeout
-        inside = None if timeout is None else 2 * timeout + GRACE_S
-        if inside != self.shards.timeout:
-            self.shards.timeout = inside
-            self.shards.forget()
+    def check_pair(self, plan: Plan) -> None:
+        """See Across."""
+        if self._line is not None:
+            pair = "sum" if plan.request.op.name == "avg" else plan.request.op.name
+            self._line.check_pair(plan.request.dtype.name, pair)
 
     def abort(self) -> None:
-        """Lets the ranks of this node and of the others go; from any thread."""
+        """See Across."""
         self._aborted = self._in_step.hurried = True
         orchestrator = self.shards.orchestrator
         if not orchestrator.aborted:  # else another rank's reason must stay the first
@@ -174,24 +150,25 @@ class HostAcross:
         self.shards.orchestrator.abort()
         if self._line is not None:
             self._line.abort()
-        self.nodes.everyone.interrupt()  # which other nodes see while they wait
+        self.nodes.everyone.interrupt()  # nobody is to wait for this rank in a stage
 
     def close(self) -> None:
-        """Gives everything back; no call may be running."""
+        """See Across."""
         self._pump.close()
-        if self._trace is not None:
-            self._trace.write()
         if self._line is not None:
             self._line.close()
+        self._in_step.leave()
         self.nodes.everyone.close()
 
     # ---- before the first turn ----------------------------------------------------------------
 
-    def _agree(self, header: str) -> None:
+    def _agree(self, header: GarHeader) -> None:
         """Compares the call with those of the neighbouring nodes; owners of shards do it."""
         if self._line is None:
             return
-        mine = np.frombuffer(header.ljust(256).encode(), np.uint8).copy()
+        self._calls += 1
+        header.sequence = self._calls
+        mine = np.frombuffer(bytes(header), np.uint8)
         here = self.nodes.this
         around = [node for node in (here - 1, here + 1) if 0 <= node < self.nnodes]
         theirs = [np.empty_like(mine) for _ in around]
@@ -199,24 +176,13 @@ class HostAcross:
         messages += [self._send(node, mine) for node in around]
         limit = None if self.timeout is None else self.timeout + GRACE_S
         for i, message in enumerate(messages):
-            peer = self._name(around[i % len(around)])
+            peer = self.peer_name(around[i % len(around)])
             message.what = f"{peer} to make the same call" if i < len(around) else message.what
             self._wait(message, limit)  # see NOTE who gives up first
         for node, other in zip(around, theirs, strict=True):
             if other.tobytes() != mine.tobytes():
-                found = other.tobytes().decode().rstrip()
-                raise MismatchError(
-                    "the ranks did not make the same call:\n"
-                    f"  {self._name(here)}: {header}\n"
-                    f"  {self._name(node)}: {found}\n"
-                    "make the same calls with the same arguments in the same order on every rank"
-                )
-
-    def _lag(self, plan: Plan) -> int:
-        """Chunks that this node folds before it needs the first result."""
-        if plan.request.order == "rank":
-            return lag_of(self.nodes.this, self.nnodes)
-        return plan.config.depth
+                found = GarHeader.from_buffer_copy(other.tobytes())
+                raise MismatchError(self.difference(node, header, found))
 
     def _call(self, source: int, target: int, plan: Plan) -> _Call:
         request = plan.request
@@ -234,7 +200,7 @@ class HostAcross:
         if self._line is not None:
             wide = DTYPES[request.dtype.accumulator].numpy
             most = max(chunk.owned for chunk in chunks)
-            for _ in range(min(len(chunks), self._lag(plan) + 2)):
+            for _ in range(min(len(chunks), self.lag(plan) + 2)):
                 seed = _aligned(most if shards.seeded else 0, wide)
                 partial = _aligned(0 if shards.rounded else most, wide)
                 result = _aligned(most, request.dtype.numpy)
@@ -278,6 +244,8 @@ class HostAcross:
             result = flight.result[: chunk.owned]
             flight.awaited["result"] = self._receive(here + 1, result)
             flight.sends.append(self._send(here + 1, flight.partial[: chunk.owned]))
+        else:
+            flight.sends.append(self._send(here - 1, flight.result[: chunk.owned]))
 
     def _gather(self, call: _Call, turn: int) -> None:
         here, chunk = self.nodes.this, call.chunks[turn]
@@ -287,7 +255,7 @@ class HostAcross:
             if "result" in flight.awaited:
                 with self._span("wait result", call, turn):
                     self._wait(flight.awaited.pop("result"))
-            if call.request.order == "rank" and here > 0:
+            if call.request.order == "rank" and 0 < here < self.nnodes - 1:
                 flight.sends.append(self._send(here - 1, flight.result[: chunk.owned]))
             result = _address(flight.result)
             if self._swaps(call.request):
@@ -330,33 +298,33 @@ class HostAcross:
         assert self._line is not None
         op = OPS["sum"] if call.request.op.name == "avg" else call.request.op
         message = self._line.iall_reduce(shard, call.request.dtype, op)
-        if self._trace is not None:
-            self._trace.watch(message, "engine", bytes=shard.nbytes)
+        if self.trace is not None:
+            self.trace.watch(message, "engine", bytes=shard.nbytes)
         self._pump.watch(message)
         return message
 
     def _span(self, name: str, call: _Call, turn: int) -> AbstractContextManager[None]:
         """Records a stage of a chunk, if stages are recorded."""
-        if self._trace is None:
+        if self.trace is None:
             return _UNTRACED
         nbytes = call.chunks[turn].count * call.request.dtype.itemsize
-        return self._trace.span(name, chunk=turn, bytes=nbytes)
+        return self.trace.span(name, chunk=turn, bytes=nbytes)
 
     # ---- messages -----------------------------------------------------------------------------
 
     def _send(self, node: int, buffer: Array) -> Message:
         assert self._line is not None
         message = self._line.isend(node, buffer)
-        if self._trace is not None:
-            self._trace.watch(message, "send", node=node, bytes=buffer.nbytes)
+        if self.trace is not None:
+            self.trace.watch(message, "send", node=node, bytes=buffer.nbytes)
         self._pump.watch(message)
         return message
 
     def _receive(self, node: int, buffer: Array) -> Message:
         assert self._line is not None
         message = self._line.irecv(node, buffer)
-        if self._trace is not None:
-            self._trace.watch(message, "receive", node=node, bytes=buffer.nbytes)
+        if self.trace is not None:
+            self.trace.watch(message, "receive", node=node, bytes=buffer.nbytes)
         self._pump.watch(message)
         return message
 
@@ -369,11 +337,6 @@ class HostAcross:
     def _wait(self, message: Message, limit: float | None = None) -> None:
         self._in_step.starts_to_wait()
         self._pump.wait(message, limit or self.timeout, self._in_step.look)
-
-    def _name(self, node: int) -> str:
-        """Of this rank's peer on a node."""
-        rank = self.nodes.ranks_of(node)[self.nodes.local_rank]
-        return self._in_step.labels.rank(rank)
 
 
 def _aligned(count: int, dtype: np.dtype[Any]) -> Array:

@@ -6,17 +6,16 @@ Knows nothing of what a call moves.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 
 from gpuallreduce.across.shards import NOT_FORCED, NodeShards
 from gpuallreduce.args import GarHeader
+from gpuallreduce.bootstrap.news import News
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.bootstrap.peers import Labels
 from gpuallreduce.devices.base import LaunchArgs
 from gpuallreduce.errors import Aborted, DeviceError, Error, MismatchError, Timeout
-from gpuallreduce.fabric.mpi_words import Words
 from gpuallreduce.orchestrator import ALGORITHM_CODES, Addresses, Orchestrator
 from gpuallreduce.plan import Plan, Request
 from gpuallreduce.types import DTYPES, OPS
@@ -39,26 +38,26 @@ class InStep:
     limit: there they only wait for each other. Other nodes wait GRACE_S longer for that node, so
     its reason reaches them first. Later in a call it is the other way round: whoever waits for
     another node gives up at the limit, and its node's ranks wait for it inside longer.
+
+    NOTE overtaking. News come faster than data: a rank may hear why another one failed in the next
+    call, or that it left, while results that it sent before are still on the way. So both carry
+    the number of the first call that can no longer succeed. Calls before it go on for GRACE_S, in
+    case that the one who told has a failure of theirs hidden from this rank.
     """
 
-    def __init__(self, nodes: Nodes, shards: NodeShards, words: Words) -> None:
+    def __init__(self, nodes: Nodes, shards: NodeShards, news: News) -> None:
         """For this rank.
 
         Args:
             nodes: where the ranks of the job are.
             shards: of this node's ranks.
-            words: to all ranks of the job.
+            news: of all ranks of the job; closed by ``leave``.
         """
-        self._nodes, self._shards, self._words = nodes, shards, words
+        self._shards, self._news = shards, news
         self._orchestrator: Orchestrator = shards.orchestrator
         self.labels = Labels(nodes={r: nodes.names[n] for r, n in enumerate(nodes.node_of)})
         here = nodes.ranks_of(nodes.this)
         self._rank = nodes.everyone.rank
-        self._near = [rank for rank in here if rank != self._rank]
-        if nodes.local_rank < min(nodes.sizes):
-            around = [nodes.this - 1, nodes.this + 1]
-            places = [nodes.ranks_of(node) for node in around if 0 <= node < len(nodes.sizes)]
-            self._near += [ranks[nodes.local_rank] for ranks in places]
         self._orchestrator.labels = Labels(
             here[0], dict.fromkeys(range(len(here)), nodes.names[nodes.this])
         )
@@ -66,8 +65,10 @@ class InStep:
         self._meetings: dict[tuple[Request, float | None], tuple[Plan, LaunchArgs]] = {}
         self._told: Error | None = None
         self._over = self.hurried = False
-        self._hearing = threading.Lock()
-        self._lost_since: float | None = None
+        self._told_of, self._told_at = 0, 0.0
+        self._gone_since: float | None = None
+        self._calls = 0
+        self._calling = False
 
     def meet(self, request: Request, detail: int, timeout: float | None) -> None:
         """Waits for the other ranks of this node, and compares the calls.
@@ -77,6 +78,8 @@ class InStep:
             detail: what else must be equal, as a number.
             timeout: seconds.
         """
+        self._calls += 1
+        self._calling = True
         kept = self._meetings.get((request, timeout))
         if kept is None:
             if len(self._meetings) >= KEPT_MEETINGS:
@@ -97,42 +100,59 @@ class InStep:
         whole = replace(plan, request=request)
         return whole.header(ALGORITHM_CODES[plan.config.algorithm])
 
+    def ended(self) -> None:
+        """To be called when all calls so far have succeeded. See NOTE overtaking."""
+        self._calling = False
+
     def listen(self) -> None:
         """Hears what others told, and then ends what this rank's kernels wait for. Never waits."""
-        if self._hear() is not None and not self._orchestrator.aborted:
+        if self._ending() is not None and not self._orchestrator.aborted:
             self._orchestrator.abort()
 
     def _hear(self) -> Error | None:
-        with self._hearing:
-            heard = self._words.heard() if self._told is None else None
-            if heard is not None:
-                rank, kind, text = heard.split("\n", 2)
-                who = self.labels.rank(int(rank))
-                self._told = _KINDS.get(kind, Aborted)(f"{who} reports: {text}")
-                if not self._over:
-                    self._words.tell(self._near, heard)
+        heard = self._news.heard() if self._told is None else None
+        if heard is not None:
+            rank, (number, kind, text) = heard[0], heard[1].split("\n", 2)
+            told = f"{self.labels.rank(rank)} reports: {text}"
+            self._told_of, self._told_at = int(number), time.monotonic()
+            self._told = _KINDS.get(kind, Aborted)(told)
         return self._told
+
+    def _ending(self) -> Error | None:
+        """What was told, if this call is to end for it. See NOTE overtaking."""
+        told = self._hear()
+        if self._told_of > self._calls and time.monotonic() < self._told_at + GRACE_S:
+            return None
+        return told
 
     def starts_to_wait(self) -> None:
         """To be called before a wait that is to look."""
-        self._lost_since = None
+        self._gone_since = None
 
     def look(self) -> None:
         """Raises if what is waited for can no longer come."""
         if self._orchestrator.aborted:
             raise self._orchestrator.diagnose()
-        if self._told is not None:
-            raise self._told
-        lost = self._nodes.everyone.lost()
-        if not lost:
+        told = self._ending()
+        if told is not None:
+            raise told
+        gone = self._gone()
+        if gone is None:
             return
         now = time.monotonic()
-        self._lost_since = self._lost_since or now
-        if now - self._lost_since >= GRACE_S:
-            raise Aborted(
-                f"{self.labels.names(lost)} left the job, or failed, while "
-                f"{self.labels.rank(self._rank)} waited for another node"
-            )
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since >= GRACE_S:
+            waited = f"while {self.labels.rank(self._rank)} waited for another node"
+            raise Aborted(f"{gone} {waited}")
+
+    def _gone(self) -> str | None:
+        """Who will not do its part in this call. See NOTE overtaking."""
+        lost = self._news.lost()
+        if lost:
+            end = "its process has ended, or the connection to it was lost"
+            return f"{self.labels.names(lost)} is gone ({end})"
+        left = [rank for rank, calls in self._news.left().items() if calls < self._calls]
+        return f"{self.labels.names(left)} has closed its communicator" if left else None
 
     def reason(self, error: Error) -> Error:
         """What another rank told, if this rank only sees that it ended; else the error itself."""
@@ -147,10 +167,7 @@ class InStep:
         return error
 
     def give_up(self, error: BaseException) -> None:
-        """Tells all ranks why this one ends, unless one of them told before. From any thread.
-
-        It tells its node and the neighbouring ones, and they hand it on.
-        """
+        """Tells all ranks why this one ends, unless one of them told before. From any thread."""
         if self._over:
             return
         self._over = True
@@ -158,4 +175,9 @@ class InStep:
             return
         name = type(error).__name__
         text = str(error) if isinstance(error, Error) else f"it was interrupted by {error!r}"
-        self._words.tell(self._near, f"{self._rank}\n{name}\n{text}")
+        number = self._calls if self._calling else self._calls + 1
+        self._news.tell(f"{number}\n{name}\n{text}")
+
+    def leave(self) -> None:
+        """Tells all ranks that this one makes no more calls; it is not lost when it ends."""
+        self._news.close(self._calls)

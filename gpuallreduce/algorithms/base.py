@@ -15,9 +15,11 @@ from gpuallreduce.topology import Topology
 from gpuallreduce.types import reduction
 
 __all__ = [
+    "GPU_CHANNEL_BYTES",
     "STAGING",
     "Algorithm",
     "call_us",
+    "gpu_channels",
     "move_us",
     "on_gpu",
     "phase_us",
@@ -39,6 +41,7 @@ HOST_PHASE_US = 2.3  # a second meeting of all ranks in every round
 GPU_CALL_US = 5.5
 GPU_PHASE_US = 2.1
 STAGING = 1.1  # copies through slots share a GPU's memory with the transfers
+GPU_CHANNEL_BYTES = 16 << 10  # that a channel is worth: 512 threads with two packs each
 GPU_SLOT_BYTES = 64 << 10  # a chunk: 512 threads move it in eight packs each
 GPU_SLOTS = 4  # the fewest that the protocols of per-peer slots allow
 SLOT_GRAIN = 1024
@@ -126,6 +129,11 @@ def call_us(nranks: int, topology: Topology) -> float:
     if on_gpu(topology):
         return GPU_CALL_US
     return HOST_CALL_US + HOST_PEER_US * (nranks - 1) * topology.sharing
+
+
+def gpu_channels(share_bytes: int, topology: Topology) -> int:
+    """Channels of a GPU that folds so many bytes: as many as keep their threads busy."""
+    return max(1, min(topology.max_channels, share_bytes // GPU_CHANNEL_BYTES))
 
 
 def phase_us(topology: Topology) -> float:

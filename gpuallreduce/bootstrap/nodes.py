@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from gpuallreduce.bootstrap.census import Census
 from gpuallreduce.bootstrap.environment import Identity
+from gpuallreduce.bootstrap.news import News
 from gpuallreduce.bootstrap.peers import GRACE_SECONDS, Labels
 from gpuallreduce.bootstrap.rendezvous import Rendezvous
 from gpuallreduce.bootstrap.wire import Deadline
@@ -32,12 +33,20 @@ class Nodes:
         this: the number of this rank's node.
         local_rank: this rank's number among those of its node.
         sizes: number of ranks, by node.
+        news: of all ranks, where there are several nodes.
     """
 
-    def __init__(self, everyone: Rendezvous, node: Rendezvous, census: Census) -> None:
+    def __init__(
+        self,
+        everyone: Rendezvous,
+        node: Rendezvous,
+        census: Census,
+        news: News | None = None,
+    ) -> None:
         """Internal: use ``meet``."""
         self.everyone = everyone
         self.node = node
+        self.news = news
         self.names = census.names
         self.node_of = census.node_of
         self.this = census.node_of[everyone.rank]
@@ -50,7 +59,9 @@ class Nodes:
         return range(first, first + self.sizes[node])
 
     def close(self) -> None:
-        """Closes both rendezvous. Idempotent."""
+        """Closes both rendezvous, and says goodbye in the news. Idempotent."""
+        if self.news is not None:
+            self.news.close()
         self.node.close()
         self.everyone.close()
 
@@ -99,8 +110,10 @@ def meet(identity: Identity, *, timeout: float, version: str | None = None) -> N
         rest = deadline.remaining + 2 * GRACE_SECONDS
         everyone.exchange("meeting on each node", error=failure, timeout=rest)
         assert node is not None
+        rest = deadline.remaining + 2 * GRACE_SECONDS
+        news = News.join(identity, census, timeout=rest, version=version)
         stack.pop_all()
-        return Nodes(everyone, node, census)
+        return Nodes(everyone, node, census, news)
 
 
 def _meet_on_node(

@@ -136,6 +136,8 @@ class Connection:
         """Takes the socket over; ``close`` closes it."""
         self._sock = sock
         self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._flushing = False
         self._fds: list[int] = []
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -173,6 +175,44 @@ class Connection:
         self._fds.clear()
         self.shutdown()  # wakes a thread of ours that waits on it
         self._sock.close()
+
+    def abandon(self) -> None:
+        """Closes the socket for this process alone: the conversation is that of the process that
+        this one was forked from.
+        """
+        self._sock.close()
+
+    def post(self, frame: bytes) -> bool:
+        """Sends one encoded message as far as that can be done without waiting.
+
+        Where this is used, ``send`` is not.
+
+        Returns:
+            False if a rest is left for ``flush``.
+        """
+        self._outbox += _HEADER.pack(len(frame), 0) + frame
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Sends what is left of posted messages; returns whether that was all. Never waits.
+
+        If the other end is gone the rest is dropped: what it said before can still be received,
+        and then ``advance`` tells of the loss.
+        """
+        if self._flushing:  # a signal handler has interrupted the flush, which then goes on
+            return False
+        self._flushing = True
+        try:
+            while self._outbox:
+                sent = self._sock.send(bytes(self._outbox), socket.MSG_NOSIGNAL)
+                del self._outbox[:sent]
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._outbox.clear()
+        finally:
+            self._flushing = False
+        return True
 
     def send(
         self, frame: bytes, *, deadline: Deadline, awaiting: str, fds: Sequence[int] = ()

@@ -18,7 +18,8 @@ _DESCRIPTION = """\
 Time all-reduce over a range of sizes, check its results and print nccl-tests' table.
 
 Ranks are threads on processor cores, or GPUs with --device cuda; of one process each with
---processes.
+--processes. Under mpirun or srun they may be on several machines; --nodes plays several on this
+one. Then rows also have the bytes that a rank sends inside its node and between nodes.
 
 Sizes count bytes of one rank's array; K, M and G are powers of 1024. Out of place and in place are
 both measured. The exit status is 1 if any value was wrong.
@@ -28,6 +29,8 @@ examples:
   gpuallreduce bench -b 1K -e 64M -f 4
   gpuallreduce bench -b 1K -e 64M -f 4 --processes 2 --symmetric
   gpuallreduce bench -b 1K -e 64M -f 4 --processes 2 --peer mpi --latency --plot bench.png
+  gpuallreduce bench -b 1K -e 64M -f 4 --nodes 4,4 --peer mpi
+  mpirun -n 8 --host node0:4,node1:4 --map-by slot gpuallreduce bench -b 1K -e 64M -f 4
   gpuallreduce bench -b 1K -e 1G -f 4 --device cuda --peer nccl
   gpuallreduce bench -b 1K -e 1G -f 4 --device cuda --processes 8 --peer nccl -G 10
   gpuallreduce bench -b 1K -e 64M -f 4 --devices cuda:0,cuda:0

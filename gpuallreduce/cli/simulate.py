@@ -28,8 +28,8 @@ _DESCRIPTION = """\
 Estimate all-reduce on machines of up to thousands of GPUs, without any.
 
 The steps of each algorithm's plan are played on a model of the machine's links: the time, the bus
-bandwidth, what the busiest link allows at best, and what holds a call back. hierarchical is planned
-and cannot run yet; one_shot, two_shot and ring run on one node only and are shown beyond it to
+bandwidth, what the busiest link allows at best, and what holds a call back. hierarchical is what
+runs between nodes; one_shot, two_shot and ring run on one node only and are shown beyond it to
 compare; nccl_ring is what NCCL's rings do. --check compares the model with published measurements.
 """
 _EPILOG = """\

@@ -27,7 +27,6 @@ from gpuallreduce.fabric.mpi_library import (
 )
 from gpuallreduce.fabric.mpi_reductions import Reduced, Reductions, one_nan
 from gpuallreduce.fabric.mpi_requests import LOCK, Piece, Request, error_of
-from gpuallreduce.fabric.mpi_words import Words
 from gpuallreduce.types import Dtype, dtype_of
 
 __all__ = ["Buffer", "Exchange", "Mpi", "Request"]
@@ -144,10 +143,6 @@ class Mpi:
         job = [self.ranks[rank] for rank in chosen]
         what = f"connecting {self._labels.names(job)}"
         return Mpi(communicator(self._comm, chosen, tag, what), job, self._labels)
-
-    def words(self) -> Words:
-        """Texts to all ranks out of turn, for a group that is used for nothing else."""
-        return Words(self.mpi, self._comm)
 
     def isend(self, to: int, buffer: Buffer) -> Request:
         """Starts to send all bytes of a buffer.

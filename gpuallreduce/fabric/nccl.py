@@ -294,11 +294,13 @@ class Nccl:
             self.abort()
         self.close()
 
-    def check_pair(self, dtype: Any, op: Any) -> None:
+    @classmethod
+    def check_pair(cls, dtype: Any, op: Any) -> None:
         """Raises NotSupported if NCCL lacks the dtype or the operator."""
-        self._element(dtype, op)
+        cls._element(dtype, op)
 
-    def _element(self, dtype: Any, op: Any) -> Element:
+    @staticmethod
+    def _element(dtype: Any, op: Any) -> Element:
         row = dtype_of(getattr(dtype, "name", dtype))
         return element(row, op_of(getattr(op, "name", op)), nccl_version())
 

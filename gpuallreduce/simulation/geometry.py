@@ -32,6 +32,7 @@ class Geometry:
         lanes: groups of channels.
         wide: bytes of a partial for each byte of an element.
         phase_steps: steps of each phase of a ring; None: as many as it has.
+        depth: of hierarchical, chunks under way across nodes at once.
     """
 
     nbytes: float
@@ -39,6 +40,7 @@ class Geometry:
     lanes: int = 1
     wide: float = 1.0
     phase_steps: int | None = None
+    depth: int = 0
 
     def lane_bytes(self) -> list[float]:
         """Bytes of the array that each lane handles."""

@@ -45,6 +45,9 @@ class Machine:
         switches: PCIe switches of a node, each with as many GPUs; 1: all GPUs meet in one.
         uplink_gbps: what a switch sends to the others together.
         channels: blocks of a rank at most.
+        messages: across nodes many messages are under way at once, as between host ranks; else an
+            engine's calls follow each other.
+        least_turns: chunks that a hop of partials takes at least: see ``across.chunks.lag_of``.
     """
 
     name: str
@@ -62,10 +65,12 @@ class Machine:
     switches: int = 1
     uplink_gbps: float = 0.0
     channels: int = 32
+    messages: bool = False
+    least_turns: int = 3
 
     def __post_init__(self) -> None:
         """Refuses what no machine can be."""
-        for field in ("nodes", "gpus", "nics", "switches", "channels"):
+        for field in ("nodes", "gpus", "nics", "switches", "channels", "least_turns"):
             if getattr(self, field) < 1:
                 raise InvalidArgument(f"{field}={getattr(self, field)}: a machine has at least 1")
         for field in ("link_gbps", "memory_gbps", "net_gbps"):

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from gpuallreduce import tuner
+from gpuallreduce.across.pace import Pace, Ways, pace
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.plan import Plan, Request
 from gpuallreduce.simulation import geometry as geometries
@@ -18,7 +19,17 @@ from gpuallreduce.simulation.machine import KINDS, Machine
 from gpuallreduce.topology import Topology, cuda_topology
 from gpuallreduce.types import DTYPES, OPS, Dtype
 
-__all__ = ["ALGORITHMS", "Estimate", "best", "estimate", "plan_of", "topology_of", "why_not"]
+__all__ = [
+    "ALGORITHMS",
+    "Estimate",
+    "best",
+    "estimate",
+    "pace_of",
+    "plan_of",
+    "topology_of",
+    "ways_of",
+    "why_not",
+]
 
 # Algorithm and order, in the order of tables. `nccl_ring` is what NCCL's rings do, to compare with:
 # chunks of 512 KiB in 16 channels or more, each node left by all its GPUs.
@@ -113,6 +124,43 @@ def plan_of(
     return tuner.decide(request, topology_of(machine), forced, transport="")
 
 
+def ways_of(machine: Machine) -> Ways:
+    """A machine as hierarchical's pace sees it."""
+    return Ways(
+        nnodes=machine.nodes,
+        nshards=machine.gpus,
+        nlocal=machine.gpus,
+        net_gbps=machine.net_gbps * machine.nics / machine.gpus,
+        card_gbps=machine.net_gbps,
+        net_us=machine.net_us,
+        message_us=machine.engine_us,
+        link_gbps=_inside_gbps(machine),
+        memory_gbps=machine.memory_gbps,
+        hop_us=machine.hop_us,
+        launch_us=machine.launch_us,
+        messages=machine.messages,
+        net_through_link=machine.link != "NVLink",
+        least_turns=machine.least_turns,
+    )
+
+
+def _inside_gbps(machine: Machine) -> float:
+    """What a GPU sends to its node's together, when all do: those behind another switch share the
+    way there.
+    """
+    if machine.switches == 1:
+        return machine.link_gbps
+    each = machine.gpus // machine.switches
+    beyond = each * (machine.gpus - each) / max(1, machine.gpus - 1)
+    return min(machine.link_gbps, machine.uplink_gbps / beyond)
+
+
+def pace_of(machine: Machine, order: str, nbytes: int, dtype: Dtype) -> Pace:
+    """The product's own chunks and depth of hierarchical, and its estimate."""
+    wide = DTYPES[dtype.accumulator].itemsize
+    return pace(order, nbytes, dtype.itemsize, wide, ways_of(machine))
+
+
 def why_not(machine: Machine, algorithm: str) -> str | None:
     """Why an algorithm has nothing to show on a machine; None if it has."""
     if algorithm == "hierarchical" and machine.nodes == 1:
@@ -152,9 +200,10 @@ def estimate(
         raise InvalidArgument(f"{nbytes} bytes hold no {dtype.name}: ask for {dtype.itemsize}")
     wide = DTYPES[dtype.accumulator].itemsize / dtype.itemsize
     if algorithm == "hierarchical":
-        cut, found, played, symmetry = playing.play_hierarchical(
-            machine, order, nbytes, wide, whole
-        )
+        chosen = pace_of(machine, order, nbytes, dtype)
+        step_bytes = min(chosen.chunk_count * dtype.itemsize, nbytes)
+        cut = Geometry(float(nbytes), float(step_bytes), wide=wide, depth=chosen.depth)
+        found, played, symmetry = playing.play_hierarchical(machine, order, cut, whole)
     elif algorithm == "nccl_ring":
         channels = math.lcm(machine.gpus, NCCL_CHANNELS) if machine.gpus <= 16 else machine.gpus
         rotated = machine.nodes > 1

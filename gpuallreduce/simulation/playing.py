@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpuallreduce.across.chunks import depth_of, turns_of
 from gpuallreduce.simulation.engine import run
 from gpuallreduce.simulation.geometry import Geometry
 from gpuallreduce.simulation.machine import Machine
@@ -19,10 +20,6 @@ from gpuallreduce.simulation.shots import one_shot, two_shot, two_shot_direct
 from gpuallreduce.simulation.view import View
 
 __all__ = ["Found", "play_chain", "play_hierarchical", "play_ring", "play_shots"]
-
-HIERARCHICAL_CHUNKS = (1, 2, 4, 8, 16, 64, 256)
-LEAST_SHARD_BYTES = 64 << 10  # of a chunk of hierarchical, unless it is the only one
-
 # NOTE affine. A schedule of equal rounds soon falls into a pattern that repeats, so its time grows
 # by the same amount with every further round (or ring step, or node of a chain together with its
 # share of chunks). So two sizes at which the pattern has set in give the rest of the line.
@@ -125,41 +122,39 @@ def play_chain(machine: Machine, cut: Geometry, whole: bool) -> tuple[Found, str
 
 
 def _by_nodes(
-    play: Callable[[Geometry, int], Found], machine: Machine, cut: Geometry, tasks: float
+    play: Callable[[Geometry, int], Found],
+    machine: Machine,
+    cut: Geometry,
+    tasks: float,
+    least: int = 1,
 ) -> tuple[Found, str]:
-    """Fewer nodes with as much less to do: what keeps a chain waiting is the ratio of the two."""
+    """Fewer nodes, ``least`` or more, with as much less to do: what keeps a chain waiting is the
+    ratio of the two.
+    """
     m = machine.nodes
-    high = min(m - 1, max(2, math.ceil(m * math.sqrt(TASKS / tasks))))
-    low = max(1, high // 2)
+    high = min(m - 1, max(least + 1, math.ceil(m * math.sqrt(TASKS / tasks))))
+    low = max(least, high // 2)
     at = [play(replace(cut, nbytes=cut.nbytes * x / m), x) for x in (low, high)]
     return _line(m, low, at[0], high, at[1]), "extrapolated"
 
 
 def play_hierarchical(
-    machine: Machine, order: str, nbytes: int, wide: float, whole: bool
-) -> tuple[Geometry, Found, str, str]:
-    """Local ranks are alike; in order any nodes too. The number of chunks is the best of a few."""
+    machine: Machine, order: str, cut: Geometry, whole: bool
+) -> tuple[Found, str, str]:
+    """Local ranks are alike; in order any nodes too."""
     symmetry = "none" if whole else "ranks" if order == "any" else "local"
     build = hierarchical_any if order == "any" else hierarchical_rank
-    most = max(1.0, nbytes / machine.gpus / LEAST_SHARD_BYTES)
-    tried: list[tuple[float, Geometry, Found, str]] = []
-    for chunks in HIERARCHICAL_CHUNKS:
-        if chunks > most:
-            break
-        cut = Geometry(float(nbytes), nbytes / chunks, wide=wide)
+    chunks = cut.nbytes / cut.step_bytes
 
-        def play(each: Geometry, nodes: int = machine.nodes) -> Found:
-            return _play(build, View(replace(machine, nodes=nodes), symmetry), each)
+    def play(each: Geometry, nodes: int = machine.nodes) -> Found:
+        turns = turns_of(cut.depth, machine.nodes)
+        depth = depth_of(nodes, turns) if order == "rank" else cut.depth
+        view = View(replace(machine, nodes=nodes), symmetry)
+        return _play(build, view, replace(each, depth=depth))
 
-        tasks = 5.0 * machine.nodes * chunks
-        if tried and order == "any" and tasks > TASKS and not whole:
-            break  # calls of the engine follow each other: that many cannot pay
-        if order == "rank" and tasks > TASKS and machine.nodes > 4 and not whole:
-            found, played = _by_nodes(play, machine, cut, tasks)
-        else:
-            found, played = play(cut), "whole"
-        tried.append((found["time"], cut, found, played))
-        if found["time"] > 1.02 * min(each[0] for each in tried):
-            break
-    _, cut, found, played = min(tried, key=lambda each: each[0])
-    return cut, found, played, symmetry
+    tasks = 5.0 * machine.nodes * chunks
+    if whole or tasks <= TASKS:
+        return play(cut), "whole", symmetry
+    if order == "any" or machine.nodes <= 4:
+        return *_by_rounds(play, cut, cut.step_bytes, ROUNDS + 4 * cut.depth, whole), symmetry
+    return *_by_nodes(play, machine, cut, tasks, least=2), symmetry

@@ -45,10 +45,10 @@ def push(
 
 
 def arrivals(view: View, pushes: Pushes) -> dict[int, list[int]]:
-    """What each actor waits for when it waits for all its peers' pushes."""
-    found: dict[int, list[int]] = {actor: [] for actor in view.actors}
-    for sender in view.actors:
-        for peer, task in pushes[sender].items():
+    """What each of the actors that push to each other waits for when it waits for all of them."""
+    found: dict[int, list[int]] = {actor: [] for actor in pushes}
+    for tasks in pushes.values():
+        for peer, task in tasks.items():
             found[view.seat(peer)[0]].append(task)
     return found
 

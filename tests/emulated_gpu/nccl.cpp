@@ -11,9 +11,11 @@
 // - Ranks that share a GPU are refused unless NCCL_MULTI_RANK_GPU_ENABLE=1. Counts, types or operators that differ
 //   between ranks hang. A communicator that failed stays failed.
 // What it does otherwise: every wait ends after EMULATED_NCCL_TIMEOUT_S (20) seconds with ncclInternalError; an abort,
-// a failure or the end of a peer's process ends it at once with ncclRemoteError; memory that no GPU can reach, and
-// arrays that reach beyond their allocation, are refused with ncclInvalidArgument where NCCL's kernels would break.
-// All data go through shared memory, between threads too, so that tests of one say something of the other.
+// a failure or the end of a peer's process ends it at once with ncclRemoteError, and what is behind it on the stream
+// then runs (with EMULATED_NCCL_FAILED_WORK_STAYS=1 only once the communicator is aborted, as with NCCL); memory that
+// no GPU can reach, and arrays that reach beyond their allocation, are refused with ncclInvalidArgument where NCCL's
+// kernels would break. All data go through shared memory, between threads too, so that tests of one say something of
+// the other.
 #include <set>
 
 #include "nccl_group.h"
@@ -175,6 +177,7 @@ NCCL_API int ncclCommAbort(void* handle) {
       const std::lock_guard<std::mutex> guard(comm->lock);
       comm->failure = kInternalError;
       comm->failure_text = "the communicator was aborted";
+      comm->aborted = true;
     }
     comm->changed.notify_all();
     if (comm->shared) comm->shared->set_health(comm->rank, Health::kAborted);

@@ -37,6 +37,11 @@ inline double limit_s() {
   return text ? atof(text) : 20;
 }
 
+inline bool failed_work_stays() {
+  const char* text = getenv("EMULATED_NCCL_FAILED_WORK_STAYS");
+  return text && text[0] == '1';
+}
+
 // Who a rank is, as it says itself when it joins.
 struct Identity {
   int rank = -1;

@@ -38,7 +38,7 @@ struct Communicator {
   std::mutex lock;
   std::condition_variable changed;
   uint64_t issued = 0, turn = 0;
-  bool busy = false, closed = false, finalizing = false;
+  bool busy = false, closed = false, finalizing = false, aborted = false;
   Result failure = kSuccess;
   std::string failure_text;
 
@@ -55,6 +55,13 @@ struct Communicator {
     }
     changed.notify_all();
     shared->set_health(rank, Health::kFailed);
+  }
+
+  // What failed holds its stream up until it is aborted, if it is to be as on a GPU: else what comes behind runs.
+  void stay() {
+    if (!failed_work_stays()) return;
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait_for(guard, std::chrono::duration<double>(limit_s()), [&] { return aborted || closed; });
   }
 
   // Everything enqueued has run, or the limit is over.
@@ -260,6 +267,7 @@ struct Work {
         if (!captured) c.turn = std::max(c.turn, ticket + 1);
         guard.unlock();
         c.changed.notify_all();
+        c.stay();
         return;
       }
       c.busy = true;
@@ -268,6 +276,7 @@ struct Work {
       Runner(c).run(tasks);
     } catch (const Failure& why) {
       c.fail(why);
+      c.stay();
     }
     {
       const std::lock_guard<std::mutex> guard(c.lock);

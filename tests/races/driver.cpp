@@ -116,6 +116,7 @@ class RankThreads {
     } else {
       const bool succeeded = call_kernel(call, i);
       if (succeeded) fail(kWrongResult, "wrong: a call succeeded that could not");
+      if (post(call, i)) fail(kWrongResult, "wrong: a call was posted behind one that was given up");
     }
     Meeting::meet(&all_);
     if (i == 0 && (run_.ending == kDiffers || !misbehaves())) expect_report(call);
@@ -123,10 +124,12 @@ class RankThreads {
   void misbehave(const Call& call, uint32_t i) {
     if (run_.ending == kCloses && i == 0) run_.world.tell(rank_.rank, gar::kClosed, false);
     if (run_.ending == kAborts && i == 0) run_.world.tell(rank_.rank, gar::kAborted, true);
-    if (run_.ending != kStalls) return;
+    if (run_.ending == kStalls) post(call, i);
+  }
+  bool post(const Call& call, uint32_t i) {
     const gar::Block block = {i / GAR_BLOCK_THREADS, call.nchannels, i % GAR_BLOCK_THREADS,
                               blocks_[i / GAR_BLOCK_THREADS].get()};
-    gar::Channel(block, rank_.args).post_call();
+    return gar::Channel(block, rank_.args).post_call();
   }
   // Whoever leaves finds in its own segment why, and no other reason.
   void expect_report(const Call& call) const {

@@ -9,6 +9,9 @@ from races.harness import Scenario
 from races.mutant import Mutant, of
 
 PRIMITIVES, PLATFORM = "primitives.cuh", "platform_host.cuh"
+POSTS_ONLY_IF_ALL_IS_WELL = (
+    "if (block.sync_or(block.thread() == 0 && load_acquire(abort_word(rank)) != 0)) return false;"
+)
 
 MUTANTS = (
     Mutant(
@@ -89,8 +92,8 @@ MUTANTS = (
         "the call is posted before the block has written",
         "release and acquire",
         PRIMITIVES,
-        "void post_call() const {\n    block.sync();",
-        "void post_call() const {",
+        POSTS_ONLY_IF_ALL_IS_WELL,
+        "",
         of("one_shot"),
         block_threads=4,
     ),
@@ -133,6 +136,14 @@ MUTANTS = (
         PRIMITIVES,
         "for (uint64_t i = 1; i < sizeof(GarReport)",
         "for (uint64_t i = 0; i < sizeof(GarReport)",
+        of("ring", nranks=3, ending="stalls", counts=(1001,)),
+    ),
+    Mutant(
+        "a call is posted behind one that was given up",
+        "aborts",
+        PRIMITIVES,
+        POSTS_ONLY_IF_ALL_IS_WELL,
+        "block.sync();",
         of("ring", nranks=3, ending="stalls", counts=(1001,)),
     ),
     Mutant(

@@ -1,0 +1,165 @@
+"""Ends the calls of a CUDA rank that cannot go on, and keeps the reason: nothing on a GPU waits
+with a limit for another node.
+
+Knows nothing of what calls move.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from gpuallreduce.across.in_step import GRACE_S, InStep
+from gpuallreduce.across.line import Line
+from gpuallreduce.across.progress import Progress
+from gpuallreduce.across.watch import Watch
+from gpuallreduce.args import GarHeader
+from gpuallreduce.errors import Aborted, DeviceError, Error, MismatchError, Timeout
+from gpuallreduce.orchestrator import Orchestrator
+
+__all__ = ["Guard"]
+
+PAUSE_S = 0.01
+
+
+class Guard:
+    """Watches over the calls of one rank, on a thread of its own.
+
+    NOTE the end of calls. On a GPU a message waits for its peer for ever, and kernels behind it
+    never begin, so their limits do not count. This thread sees how far the GPU has come, what other
+    ranks told, and what NCCL found. It first aborts NCCL, then lets the GPU go on (NOTE halts of
+    nodes.cuh), then ends the node's ranks.
+
+    Attributes:
+        timeout: seconds that one wait for another node may last; None: no limit.
+    """
+
+    def __init__(
+        self,
+        in_step: InStep,
+        orchestrator: Orchestrator,
+        *,
+        line: Line | None,
+        progress: Progress | None,
+        explain: Callable[[int, GarHeader], str],
+        awaited: str,
+    ) -> None:
+        """For a rank.
+
+        Args:
+            in_step: what others told, and to tell others.
+            orchestrator: of this node's ranks.
+            line, progress: of a rank that talks to other nodes.
+            explain: what to say of a neighbour's call that differs: number 0 or 1, and its header.
+            awaited: names of the ranks that this one waits for.
+        """
+        self.timeout: float | None = None
+        self._in_step, self._orchestrator = in_step, orchestrator
+        self._line, self._progress = line, progress
+        self._explain, self._awaited = explain, awaited
+        self._failure: Error | None = None
+        self._failing = threading.RLock()
+        self._state: tuple[int, ...] = ()
+        self._since = time.monotonic()
+        self._watch = Watch(self.look)
+        orchestrator.reason = self._reason
+
+    def start(self) -> None:
+        """Begins to watch. Idempotent."""
+        self._watch.start()
+
+    def stop(self) -> None:
+        """Ends it; no call may be running."""
+        self._watch.stop()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the calls of all ranks. Idempotent; from any thread."""
+        with self._failing:
+            if isinstance(error, Error):
+                self._failure = self._failure or error
+            self._in_step.give_up(error)
+            if self._line is not None:
+                self._line.abort()
+            if self._progress is not None:
+                self._progress.halt()
+            if not self._orchestrator.aborted:
+                self._orchestrator.abort()
+
+    def conclude(self, error: Error) -> Error:
+        """Ends the calls of all ranks after a call could not be enqueued; why, as far as known."""
+        with self._failing:
+            known = self._failure
+            if known is None:
+                known = self.better(error) if isinstance(error, DeviceError) else error
+            if isinstance(known, Aborted):
+                known = self._orchestrator.diagnose()
+            self.fail(known)
+        return known
+
+    def _reason(self, error: Error) -> Error:
+        """What this thread knows, or other ranks told, says more than that a call ended."""
+        if self._failure is not None and isinstance(error, Aborted):
+            return self._failure
+        return self._in_step.reason(error)
+
+    def look(self) -> bool:
+        """Ends the calls if they cannot go on; False: they have been ended. From any thread."""
+        with self._failing:
+            try:
+                self._in_step.listen()
+                if self._orchestrator.aborted:
+                    self.fail(self._orchestrator.diagnose())
+                    return False
+                self._look_at_line()
+                if self._progress is not None:
+                    self._look_at(self._progress)
+            except Error as error:
+                self.fail(error)
+                return False
+        return True
+
+    def _look_at_line(self) -> None:
+        try:
+            if self._line is not None:
+                self._line.check()
+        except DeviceError as error:
+            raise self.better(error) from error
+
+    def better(self, error: Error) -> Error:
+        """What is known otherwise of a fault that NCCL has found: often a rank that is gone, before
+        news of it come.
+        """
+        end = time.monotonic() + 2 * GRACE_S
+        self._in_step.starts_to_wait()
+        while time.monotonic() < end:
+            try:
+                self._in_step.look()
+            except Error as known:
+                return known
+            time.sleep(PAUSE_S)
+        return error
+
+    def _look_at(self, progress: Progress) -> None:
+        found = progress.differing()
+        if found is not None:
+            raise MismatchError(self._explain(*found))
+        state, now = progress.state(), time.monotonic()
+        if state != self._state or not progress.waiting():
+            self._state, self._since = state, now
+            self._in_step.starts_to_wait()
+            return
+        self._in_step.look()
+        if self.timeout is None:
+            return
+        begun, met, folded, gathered, _ = state
+        # See NOTE who gives up first.
+        limit = self.timeout + (GRACE_S if met < begun else 0)
+        if now - self._since <= limit:
+            return
+        if met < begun:
+            raise Timeout(f"waited {limit:g} s for {self._awaited} to make the same call")
+        raise Timeout(
+            f"waited {limit:g} s for a message from {self._awaited}: of the present call this node "
+            f"has folded {folded} chunks, and {gathered} have come back finished"
+        )
