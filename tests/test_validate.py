@@ -15,7 +15,7 @@ from gpuallreduce.topology import host_topology
 from gpuallreduce.types import DTYPES, OPS
 from gpuallreduce.validation import report, runners, session
 from gpuallreduce.validation.build import kernel_of
-from gpuallreduce.validation.cases import LEVELS, VARIANTS, Case, enumerate_cases, smaller
+from gpuallreduce.validation.cases import LEVELS, ONE_NODE, Case, enumerate_cases, smaller
 from gpuallreduce.validation.oracle import Oracle
 from gpuallreduce.validation.run import Finding, Outcome, run_case
 from gpuallreduce.validation.runners import ProcessRunner, ThreadRunner
@@ -40,13 +40,15 @@ def test_each_level_has_each_pair_and_refuses_those_without_a_meaning(level, nra
     reduced = [c for c in cases if c.collective == "allreduce" and not c.refused]
     assert {(c.dtype, c.op) for c in reduced} == DEFINED
     assert all(0 <= c.root < nranks and c.count >= 0 for c in cases)
-    assert {c.collective for c in cases} >= {"all_gather", "broadcast", "barrier"}
+    others = {"all_gather", "allreduce_many", "broadcast", "barrier"}
+    assert {c.collective for c in cases} >= others
+    assert {c.stride for c in cases} == {1, 2}
 
 
 @pytest.mark.parametrize("level", ["default", "full"])
 def test_each_variant_meets_each_pair_of_dtype_and_operator(level):
     cases = [c for c in enumerate_cases(4, level) if c.collective == "allreduce" and not c.refused]
-    expected = {(*pair, v) for pair in DEFINED for v in VARIANTS}
+    expected = {(*pair, v) for pair in DEFINED for v in ONE_NODE}
     assert {(c.dtype, c.op, c.variant) for c in cases} == expected
 
 
@@ -134,7 +136,7 @@ class Faulty:
 
 
 def flip(x, index=-1):
-    x.view(np.uint8)[index * x.itemsize] ^= 1
+    x[index:][:1].view(np.uint8)[0] ^= 1
 
 
 def one_rank_differs(self, *, outs, **_):
@@ -180,7 +182,12 @@ def last_rank_is_lost(self, *, outs, before, **_):
         x[:] = reference.allreduce(before[:2], "sum")
 
 
+def a_gap_is_written(self, *, outs, **_):
+    ctypes.memset(outs[1].ctypes.data + outs[1].itemsize, 0x5A, 1)
+
+
 CASE = Case("allreduce", "float32", "sum", 61, "one_shot", in_place=False, offset=1)
+SPREAD = Case("allreduce", "float32", "sum", 61, in_place=False, offset=1, stride=2)
 ANY = dataclasses.replace(CASE, variant="ring_any")
 BFLOAT = dataclasses.replace(CASE, dtype="bfloat16", count=500)
 
@@ -195,6 +202,9 @@ BFLOAT = dataclasses.replace(CASE, dtype="bfloat16", count=500)
         (CASE, written_past_the_end, {"guard"}),
         (dataclasses.replace(CASE, in_place=True), written_past_the_end, {"guard"}),
         (CASE, written_before_the_start, {"guard"}),
+        (SPREAD, a_gap_is_written, {"guard"}),
+        (dataclasses.replace(SPREAD, in_place=True, stride=3), a_gap_is_written, {"guard"}),
+        (SPREAD, one_rank_differs, {"exact", "reference", "ranks"}),
         (CASE, input_is_modified, {"input"}),
         (ANY, repeats_differ, {"exact", "repeat"}),
         (CASE, order_is_reversed, {"reference"}),
@@ -226,6 +236,31 @@ def test_faults_of_the_other_collectives_are_seen(communicator, oracle, collecti
     assert "reference" in {finding.check for finding in outcome.findings}
     outcome = run_case(Faulty(communicator, written_past_the_end), case, oracle)
     assert {finding.check for finding in outcome.findings} == {"guard"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 7, 61])
+def test_faults_in_one_of_many_arrays_are_seen(communicator, oracle, count):
+    class Mixed:
+        def __getattr__(self, name):
+            return getattr(communicator, name)
+
+        def allreduce_many(self, arrays, **keywords):
+            assert {len(each) for each in arrays} == {5}
+            assert sum(x.size for x in arrays[0]) == count
+            communicator.allreduce_many(arrays, **keywords)
+            flip(next(x for x in arrays[2] if x.size))
+
+    case = Case("allreduce_many", "float32", "sum", count, offset=1)
+    right = run_case(communicator, case, oracle)
+    assert right.findings == []
+    assert right.digest == run_case(communicator, _alone(case), oracle).digest
+    if count:
+        found = {finding.check for finding in run_case(Mixed(), case, oracle).findings}
+        assert found >= {"exact", "reference", "ranks"}
+
+
+def _alone(case):
+    return dataclasses.replace(case, collective="allreduce")
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -368,7 +403,7 @@ def fail_for_max(kernel):
 def test_processes_make_the_same_checks():
     cases = [
         Case("allreduce", "float32", "sum", 100, variant, offset=1, in_place=False)
-        for variant in VARIANTS
+        for variant in ONE_NODE
     ]
     cases += [
         Case("reduce_scatter", "float32", "sum", 9, in_place=False),
@@ -438,6 +473,9 @@ def test_command_writes_json(capsys, tmp_path, to_file):
     assert found["worst_error"]["int16"] == {"fraction": 0, "error": 0, "bound": 0}
     assert found["variants"]["one_shot"]["failed"] == 0
     assert found["failures"] == []
+    counts = {int(each.split()[3]) for each in found["digests"]}
+    assert counts >= {0, 1, 13, 127}
+    assert len(set(found["digests"].values())) == len(counts)
     assert to_file == out.startswith("# gpuallreduce")
 
 

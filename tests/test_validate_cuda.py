@@ -40,8 +40,13 @@ SAMPLE = "bool,int8,uint16,int64,float8_e5m2,bfloat16,float32,complex64,complex1
 
 def validate(*options: str, **settings: object) -> dict[str, Any]:
     """What the command finds, in a process of its own."""
+    return found_by([sys.executable, "-m", "gpuallreduce"], *options, **settings)
+
+
+def found_by(program: list[str], *options: str, **settings: object) -> dict[str, Any]:
+    """The same, of a program that passes options on."""
     done = subprocess.run(
-        [sys.executable, "-m", "gpuallreduce", "validate", "--json", "-", *options],
+        [*program, "validate", "--json", "-", *options],
         env={**os.environ, **gpus.variables(**{"seed": 0, **settings})},
         capture_output=True,
         cwd="/",
@@ -80,6 +85,14 @@ def test_cases_pass_on_the_gpus_of_one_process(nranks, level, dtypes):
 )
 def test_cases_pass_with_a_process_for_each_gpu(nranks, options):
     assert validate("--device", "cuda", "--processes", str(nranks), *options)["left_out"] == 0
+
+
+def test_cases_pass_where_a_launcher_started_a_process_for_each_gpu():
+    program = [sys.executable, "-m", "gpuallreduce"]
+    job = [*program, "run", "-n", "2", "--no-prefix", *program]
+    found = found_by(job, "--device", "cuda", "--quick", "-d", "bfloat16", "-o", "sum")
+    assert found["ranks"] == "2 CUDA ranks, a process each"
+    assert {"two_shot", "auto"} <= set(found["variants"])
 
 
 def test_cases_pass_with_ranks_that_share_a_gpu():

@@ -6,23 +6,19 @@ Knows nothing of how: the work is done by ``validation``.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from gpuallreduce.devices.cuda_runtime import cupy_module, device_count
-from gpuallreduce.errors import InvalidArgument, NotSupported
+from gpuallreduce.bootstrap.launch_nodes import parse_nodes
+from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.locals import check_devices
 from gpuallreduce.types import DTYPES, OPS
-from gpuallreduce.validation.cases import VARIANTS, Case, enumerate_cases
+from gpuallreduce.validation.cases import VARIANTS
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["add_parser", "main"]
-
-T = TypeVar("T")
 
 _DESCRIPTION = """\
 Check on this machine that results are right, to the bit, for every dtype and operator.
@@ -32,6 +28,10 @@ round: the result must have the bits of an independent reference, the same on al
 repeated calls, and lie within a proven bound of the real value; nothing may be written outside
 an array, nor into an input that is not the output. Pairs without a meaning must be refused.
 Kernels are compiled on first use, so the first run takes longer.
+
+Where a launcher makes this process one of several ranks (mpirun, torchrun, srun, gpuallreduce run),
+on one machine or several, each of them is a rank, and rank 0 prints the result. --nodes starts
+such a job on this machine, by mpirun, as if it were several.
 
 --against nccl gives the same inputs to NCCL instead, on the same GPUs: results must be equal where
 nothing rounds; where it does, both errors are shown side by side.
@@ -44,6 +44,8 @@ examples:
   gpuallreduce validate --device cuda --processes 4
   gpuallreduce validate --devices cuda:0,cuda:0 -d float32
   gpuallreduce validate --device cuda --against nccl
+  gpuallreduce validate --nodes 4,4 --quick
+  mpirun -n 8 --host node0:4,node1:4 --map-by slot gpuallreduce validate
 
 Exit status: 0 if all is right, 1 if anything is wrong.
 """
@@ -74,6 +76,12 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         type=_devices,
         metavar="LIST",
         help="a device for each rank of one process, such as cuda:0,cuda:0: ranks may share a GPU",
+    )
+    where.add_argument(
+        "--nodes",
+        type=_nodes,
+        metavar="N,...",
+        help="so many ranks on each node, played on this machine: 4,4 or 3,1; needs mpirun, mpi4py",
     )
     parser.add_argument(
         "--device",
@@ -116,111 +124,16 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs it; returns the exit status."""
-    from gpuallreduce import __version__
-    from gpuallreduce.validation import report
-    from gpuallreduce.validation.summary import validate
+    from gpuallreduce.cli import validate_run  # not for --help: it compiles the reference
 
-    level = "quick" if args.quick else "full" if args.full else "default"
-    if args.against is not None:
-        return _against_nccl(args, level)
-    runner, nranks = _runner(args)
-    chosen = enumerate_cases(nranks, level, dtypes=args.dtype, ops=args.op, variants=args.algorithm)
-    summary = _with_bar(
-        chosen, lambda tick: validate(runner, chosen, level=level, seed=args.seed, tick=tick)
-    )
-    _show(
-        args,
-        lambda: report.as_text(summary, __version__),
-        lambda: report.as_json(summary, __version__),
-    )
-    return 0 if summary.succeeded else 1
+    return validate_run.run(args)
 
 
-def _show(
-    args: argparse.Namespace, text: Callable[[], str], data: Callable[[], dict[str, Any]]
-) -> None:
-    if args.json != "-":
-        print(text())
-    if args.json is None:
-        return
-    document = json.dumps(data(), indent=2)
-    if args.json == "-":
-        print(document)
-    else:
-        Path(args.json).write_text(document + "\n", encoding="utf-8")
-
-
-def _runner(args: argparse.Namespace) -> tuple[Any, int]:
-    """Where to run, and on how many ranks."""
-    from gpuallreduce.validation import runners
-
-    if args.processes:
-        if args.device == "host":
-            return runners.ProcessRunner(args.processes, args.seed), args.processes
-        cupy_module()  # one error, not one of every rank
-        return runners.CudaProcessRunner(args.processes, args.seed), args.processes
-    devices = _devices_of(args)
-    if devices[0] == "host":
-        return runners.ThreadRunner(len(devices), args.seed), len(devices)
-    return runners.CudaRunner(devices, args.seed), len(devices)
-
-
-def _devices_of(args: argparse.Namespace) -> list[str]:
-    """A device for each rank of this process."""
-    if args.devices is not None:
-        return list(args.devices)
-    if args.device == "host":
-        return ["host"] * (args.ranks or 4)
-    count = device_count()
-    return [f"cuda:{rank % count}" for rank in range(args.ranks or max(2, count))]
-
-
-def _against_nccl(args: argparse.Namespace, level: str) -> int:
-    from gpuallreduce import Communicator, __version__
-    from gpuallreduce.fabric.nccl import Nccl
-    from gpuallreduce.validation import against
-    from gpuallreduce.validation.places import place_of
-    from gpuallreduce.validation.runners import CALL_TIMEOUT_S
-
-    devices = _devices_of(args)
-    if args.processes or devices[0] == "host":
-        raise InvalidArgument(
-            "--against nccl compares on GPUs of one process: use --device cuda or --devices "
-            "cuda:0,cuda:1"
-        )
-    reason = Nccl.available()
-    if reason is not None:
-        raise NotSupported(f"--against nccl: {reason}")
-    every = enumerate_cases(len(devices), level, dtypes=args.dtype, ops=args.op)
-    cases = against.comparable(every)
-    with Communicator(devices, timeout=CALL_TIMEOUT_S) as communicator:
-        place = place_of(communicator, shared=False)
-        found = _with_bar(
-            cases,
-            lambda tick: against.compare(communicator, place, cases, seed=args.seed, tick=tick),
-        )
-    title = f"NCCL {Nccl.version()}: ranks on {', '.join(devices)}; {level}, seed {args.seed}"
-    _show(
-        args,
-        lambda: f"# gpuallreduce {__version__} validate against {title}\n" + against.as_text(found),
-        lambda: {"version": __version__, "nccl": Nccl.version(), **against.as_json(found)},
-    )
-    return 0 if found.succeeded else 1
-
-
-def _with_bar(cases: Sequence[Case], run: Callable[[Callable[[Case], None]], T]) -> T:
-    """Runs cases; a bar on standard error shows how far, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"validating {len(cases)} cases", total=len(cases))
-
-        def tick(case: Case) -> None:
-            progress.update(bar, advance=1, description=" ".join(case.group))
-
-        return run(tick)
+def _nodes(text: str) -> tuple[int, ...]:
+    try:
+        return parse_nodes(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _devices(text: str) -> tuple[str, ...]:

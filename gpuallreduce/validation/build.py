@@ -5,21 +5,30 @@ Knows nothing of what the cases check.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from gpuallreduce import tuner
 from gpuallreduce.devices.cuda_runtime import find_gpu
 from gpuallreduce.errors import CompileError
 from gpuallreduce.jit import Kernel, compile_host, compile_host_together
 from gpuallreduce.jit_cuda import Target, compile_ahead, target_of
-from gpuallreduce.plan import Request
-from gpuallreduce.topology import Topology
+from gpuallreduce.plan import Request, Shards
+from gpuallreduce.topology import Topology, available_cores
 from gpuallreduce.types import DTYPES, OPS
 from gpuallreduce.validation.cases import VARIANTS, Case
 
-__all__ = ["Builder", "kernel_of", "kernels_of", "target_of_gpu"]
+__all__ = [
+    "Builder",
+    "compile_share",
+    "kernel_of",
+    "kernels_between",
+    "kernels_of",
+    "target_of_gpu",
+]
 
 
 def kernel_of(case: Case, topology: Topology) -> Kernel | None:
@@ -32,8 +41,9 @@ def kernel_of(case: Case, topology: Topology) -> Kernel | None:
         return None
     variant = VARIANTS[case.variant]
     reachable = topology.one_process and topology.path != "host memory"
+    many = case.collective == "allreduce_many"
     request = Request(
-        collective=case.collective,
+        collective="allreduce" if many else case.collective,
         dtype=DTYPES[case.dtype],
         op=OPS[case.op],
         count=case.count,
@@ -52,6 +62,44 @@ def kernels_of(cases: Iterable[Case], topology: Topology) -> list[Kernel]:
     """The kernels of cases, each once, in the order in which they are needed."""
     kernels = (kernel_of(case, topology) for case in cases)
     return [kernel for kernel in dict.fromkeys(kernels) if kernel is not None]
+
+
+def kernels_between(
+    cases: Iterable[Case], nodes: Sequence[int], here: Iterable[int], topology: Topology
+) -> list[Kernel]:
+    """The kernels of all-reduces between nodes, each once, in the order in which they are needed.
+
+    Args:
+        cases: what runs; other collectives and refused cases count for nothing.
+        nodes: ranks of each node.
+        here: the nodes whose kernels are wanted.
+        topology: of a node.
+    """
+    kernels: dict[Kernel, None] = {}
+    for case in cases:
+        if case.refused or not case.collective.startswith("allreduce"):
+            continue
+        for node in here:
+            for request in _requests_of_node(case, nodes, node):
+                inside = replace(topology, nranks=nodes[node])
+                plan = tuner.decide(request, inside, tuner.Forced("one_shot"), transport="")
+                kernels[plan.kernel] = None
+    return list(kernels)
+
+
+def _requests_of_node(case: Case, nodes: Sequence[int], node: int) -> Iterator[Request]:
+    """What the ranks of a node do in a call; the number of elements decides nothing."""
+    in_rank_order = (VARIANTS[case.variant].order or "rank") == "rank"
+    shards = Shards(
+        min(nodes),
+        seeded=in_rank_order and node > 0,
+        rounded=not in_rank_order or node == len(nodes) - 1,
+        fold_ranks=sum(nodes),
+    )
+    dtype, nranks = DTYPES[case.dtype], nodes[node]
+    yield Request("shard_reduce", dtype, OPS[case.op], 1, nranks, shards=shards)
+    whole = Shards(shards.count, fold_ranks=shards.fold_ranks)
+    yield Request("shard_gather", dtype, OPS["sum"], 1, nranks, shards=whole)
 
 
 def target_of_gpu(device: str) -> Target:
@@ -115,3 +163,24 @@ class Builder:
             compile_host(kernels[0])
         else:
             compile_host_together(kernels)
+
+
+def compile_share(
+    kernels: Sequence[Kernel], number: int, nprocesses: int, *, target: Target | None = None
+) -> None:
+    """Compiles one process's share of kernels. A kernel that cannot be compiled is passed over:
+    whoever runs it says so.
+
+    Args:
+        kernels: of all the processes, in one order.
+        number: of this process.
+        nprocesses: on this machine.
+        target: as for Builder.
+    """
+    families = list(dict.fromkeys(kernel.family for kernel in kernels))
+    mine = set(families[number::nprocesses])
+    share = [kernel for kernel in kernels if kernel.family in mine]
+    with Builder(share, max(1, available_cores() // nprocesses), target=target) as builder:
+        for kernel in share:
+            with contextlib.suppress(CompileError):
+                builder.wait(kernel)

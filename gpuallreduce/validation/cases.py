@@ -6,13 +6,24 @@ Pure: knows nothing of communicators, devices or results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gpuallreduce.errors import NotSupported
+from gpuallreduce.errors import InvalidArgument, NotSupported
 from gpuallreduce.types import DTYPES, OPS, Dtype, Op, Reduction, reduction
+from gpuallreduce.validation import counts
 
-__all__ = ["LEVELS", "VARIANTS", "Case", "Variant", "enumerate_cases", "smaller"]
+__all__ = [
+    "ACROSS",
+    "LEVELS",
+    "ONE_NODE",
+    "VARIANTS",
+    "Case",
+    "Variant",
+    "enumerate_cases",
+    "smaller",
+]
 
 LEVELS = ("quick", "default", "full")
 
@@ -33,9 +44,13 @@ VARIANTS = {
     "two_shot_direct": Variant("two_shot", "direct"),
     "ring": Variant("ring", "staged"),
     "ring_any": Variant("ring", "staged", "any"),
+    "hierarchical": Variant("hierarchical"),
+    "hierarchical_any": Variant("hierarchical", order="any"),
 }
-_ALWAYS = {"quick": ("auto",), "default": tuple(VARIANTS), "full": tuple(VARIANTS)}
+ACROSS = ("auto", "hierarchical", "hierarchical_any")  # what there is between nodes
+ONE_NODE = tuple(name for name in VARIANTS if name not in ACROSS or name == "auto")
 _ROTATING = ("two_shot", "two_shot_direct", "ring", "ring_any")
+_ROTATING_ACROSS = ("hierarchical", "hierarchical_any")
 _ELEMENTS = {dtype.element: dtype.code for dtype in DTYPES.values()}
 _FUNCTORS = {op.functor: op.code for op in OPS.values()}
 
@@ -45,13 +60,15 @@ class Case:
     """One thing to check.
 
     Attributes:
-        collective: name of the communicator's method.
+        collective: name of the communicator's method; for allreduce_many one array is given in
+            several parts.
         dtype, op: names.
         count: elements; for reduce_scatter and all_gather of one rank's block.
         variant: name in VARIANTS.
         chunk_bytes, nchannels: what the call forces.
         in_place: whether there is no ``out``.
         offset: elements by which arrays start past an aligned address.
+        stride: elements from one to the next.
         root: for broadcast and reduce.
         refused: whether NotSupported is the right answer.
     """
@@ -65,13 +82,14 @@ class Case:
     nchannels: int | None = None
     in_place: bool = True
     offset: int = 0
+    stride: int = 1
     root: int = 0
     refused: bool = False
 
     @property
     def reduces(self) -> bool:
         """Whether elements are combined, or only moved."""
-        return self.collective in ("allreduce", "reduce", "reduce_scatter")
+        return self.collective in ("allreduce", "allreduce_many", "reduce", "reduce_scatter")
 
     @property
     def group(self) -> tuple[str, str, str, str]:
@@ -86,20 +104,28 @@ def enumerate_cases(
     dtypes: Collection[str] = (),
     ops: Collection[str] = (),
     variants: Collection[str] = (),
+    nodes: Sequence[int] = (),
 ) -> list[Case]:
     """The cases of a run, those of one kernel one after the other.
 
     Every pair of dtype and operator is in each level: defined pairs are reduced, the others must
     be refused. ``full`` and ``default`` run each pair through every variant; ``default`` has all
     counts for one-shot and for one of the others in turn, and some for the rest. ``quick`` runs
-    each through the tuner's choice, and sums also through one of the others.
+    each through the tuner's choice, and sums also through one of the others. Between nodes
+    ``default`` has all counts for the one in rank order.
 
     Args:
         nranks: ranks of the communicator.
         level: one of LEVELS.
         dtypes, ops: names to keep; empty: all.
         variants: run each pair through these only, and leave out the other collectives.
+        nodes: ranks of each node; none or one: all are on one.
+
+    Raises:
+        InvalidArgument: one of the variants does not exist for so many nodes.
     """
+    across = len(nodes) > 1
+    _check_variants(variants, across=across)
     cases: list[Case] = []
     for dtype, op in itertools.product(DTYPES.values(), OPS.values()):
         if (dtypes and dtype.name not in dtypes) or (ops and op.name not in ops):
@@ -109,10 +135,14 @@ def enumerate_cases(
         except NotSupported:
             cases += _refusals(dtype, op)
             continue
-        for variant in variants or _chosen(level, op, _turn(kernel)):
-            thorough = level == "full" or variant in ("one_shot", _turn(kernel)) or bool(variants)
-            cases += _allreduces(dtype, op, variant, nranks, few=level == "quick" or not thorough)
+        turn = _turn(kernel, across)
+        pair = _Pair(dtype, op, nranks, across)
+        for variant in variants or _chosen(level, op, turn, across):
+            first = variant == ("hierarchical" if across else "one_shot")
+            thorough = level == "full" or first or variant == turn or bool(variants)
+            cases += _allreduces(pair, variant, few=level == "quick" or not thorough)
         if not variants:
+            cases += _arrangements(pair)
             cases += _reductions(dtype, op, nranks, level)
     if variants or ops:
         return cases
@@ -121,15 +151,27 @@ def enumerate_cases(
     return [*cases, Case("barrier", "uint8", "sum", 0)]
 
 
-def _turn(kernel: Reduction) -> str:
+def _check_variants(variants: Collection[str], *, across: bool) -> None:
+    offered = ACROSS if across else ONE_NODE
+    for variant in variants:
+        if variant not in offered:
+            where = "between nodes" if across else "on one node"
+            raise InvalidArgument(
+                f"{where} there is no algorithm {variant!r} to validate; there are "
+                f"{', '.join(offered)}"
+            )
+
+
+def _turn(kernel: Reduction, across: bool) -> str:
     """The variant whose turn it is: one for a kernel, so that pairs that share it still do."""
-    return _ROTATING[(_ELEMENTS[kernel.element] + _FUNCTORS[kernel.functor]) % len(_ROTATING)]
+    names = _ROTATING_ACROSS if across else _ROTATING
+    return names[(_ELEMENTS[kernel.element] + _FUNCTORS[kernel.functor]) % len(names)]
 
 
-def _chosen(level: str, op: Op, turn: str) -> tuple[str, ...]:
-    if level == "quick" and op.name not in ("sum", "avg"):
-        return _ALWAYS[level]
-    return tuple(dict.fromkeys((*_ALWAYS[level], turn)))
+def _chosen(level: str, op: Op, turn: str, across: bool) -> tuple[str, ...]:
+    if level != "quick":
+        return ACROSS if across else ONE_NODE
+    return ("auto", turn) if op.name in ("sum", "avg") else ("auto",)
 
 
 def _refusals(dtype: Dtype, op: Op) -> Iterator[Case]:
@@ -137,53 +179,61 @@ def _refusals(dtype: Dtype, op: Op) -> Iterator[Case]:
         yield Case(collective, dtype.name, op.name, 3, refused=True)
 
 
-def _allreduces(dtype: Dtype, op: Op, variant: str, nranks: int, *, few: bool) -> Iterator[Case]:
-    base = Case("allreduce", dtype.name, op.name, 0, variant)
-    counts = _plain_counts(dtype, nranks)
+@dataclass(frozen=True)
+class _Pair:
+    """A pair that is defined, on so many ranks, on one node or across several."""
+
+    dtype: Dtype
+    op: Op
+    nranks: int
+    across: bool
+
+    def case(self, count: int, variant: str = "auto", **fields: Any) -> Case:
+        return Case("allreduce", self.dtype.name, self.op.name, count, variant, **fields)
+
+
+def _allreduces(pair: _Pair, variant: str, *, few: bool) -> Iterator[Case]:
+    plain = counts.plain(pair.dtype, pair.nranks)
     quick = few or variant == "auto"
-    for i, count in enumerate(counts[1::2] if quick else counts):
+    for i, count in enumerate(plain[1::2] if quick else plain):
         for in_place in (True, False):
-            yield replace(base, count=count, in_place=in_place, offset=i % 3)
-    if op.name == "sum" and not few:
-        large = 200_000 // dtype.itemsize + 7  # more than a slot, in chunks of the tuner's size
-        yield replace(base, count=large, in_place=variant != "auto")
+            yield pair.case(count, variant, in_place=in_place, offset=i % 3)
+    is_sum = pair.op.name == "sum"
+    if is_sum and not few:
+        count = counts.long_across(pair.dtype) if pair.across else counts.long(pair.dtype)
+        yield pair.case(count, variant, in_place=variant != "auto")
     if variant == "auto":
         return
-    for i, (count, chunk_bytes) in enumerate(_chunked_counts(dtype, nranks, few=quick)):
-        case = replace(base, count=count, chunk_bytes=chunk_bytes, in_place=i % 2 == 0)
-        yield replace(case, offset=i % 3)
-    if op.name == "sum":
-        yield replace(base, count=1009, chunk_bytes=64, nchannels=3, in_place=False, offset=1)
+    chunked = counts.chunked_across if pair.across else counts.chunked
+    for i, (count, chunk_bytes) in enumerate(chunked(pair.dtype, pair.nranks, few=quick)):
+        forced = {"chunk_bytes": chunk_bytes, "in_place": i % 2 == 0, "offset": i % 3}
+        yield pair.case(count, variant, **forced)
+    if is_sum and pair.across and not quick:
+        yield pair.case(counts.MANY_CHUNKS, variant, chunk_bytes=pair.dtype.itemsize)
+    if is_sum and not pair.across:
+        forced = {"chunk_bytes": 64, "nchannels": 3, "in_place": False, "offset": 1}
+        yield pair.case(1009, variant, **forced)
 
 
-def _pack(dtype: Dtype) -> int:
-    """Elements of the widest pack of any target; its edges are edges of the narrower ones too."""
-    return 64 // DTYPES[dtype.accumulator].itemsize
-
-
-def _plain_counts(dtype: Dtype, nranks: int) -> list[int]:
-    pack = _pack(dtype)
-    edges = {pack - 1, pack, pack + 1, nranks - 1, nranks + 1, nranks * pack, nranks * pack + 1}
-    return sorted({0, 1, 13, 127, *edges} - {2, 3})
-
-
-def _chunked_counts(dtype: Dtype, nranks: int, *, few: bool) -> Iterator[tuple[int, int]]:
-    """(count, chunk_bytes): one, several and many chunks; more than slots, and than ranks."""
-    chunk = 3 * max(16, dtype.itemsize) // dtype.itemsize
-    everyone = chunk * nranks
-    counts = [40 * chunk + 1, everyone - 1, everyone + 1, chunk - 1, chunk, chunk + 1]
-    for count in counts[:2] if few else [*counts, 5 * everyone + nranks + 1]:
-        yield count, chunk * dtype.itemsize
-    if not few:
-        yield 5 * nranks + 1, dtype.itemsize  # chunks of one element
+def _arrangements(pair: _Pair) -> Iterator[Case]:
+    """Arrays with gaps, and many arrays at once."""
+    if pair.op.name != "sum":
+        return
+    for in_place in (True, False):
+        yield pair.case(129, in_place=in_place, offset=1, stride=2)
+    if pair.across:
+        ((count, chunk_bytes), _) = counts.chunked_across(pair.dtype, pair.nranks, few=True)
+        yield pair.case(count, "hierarchical", chunk_bytes=chunk_bytes, stride=3)
+    for count in (7, 3001):
+        yield replace(pair.case(count, offset=count % 2), collective="allreduce_many")
 
 
 def _reductions(dtype: Dtype, op: Op, nranks: int, level: str) -> Iterator[Case]:
     if level != "full" and op.name != "sum":
         return
-    pack = _pack(dtype)
-    counts = (0, 1, nranks * pack + 1) if level == "quick" else (0, 1, pack - 1, nranks * pack + 1)
-    for i, count in enumerate((*counts, 20_000 // dtype.itemsize + 3)):
+    pack = counts.pack(dtype)
+    few = (0, 1) if level == "quick" else (0, 1, pack - 1)
+    for i, count in enumerate((*few, nranks * pack + 1, 20_000 // dtype.itemsize + 3)):
         root = (i + dtype.code) % nranks
         for in_place in (True, False):
             yield Case(

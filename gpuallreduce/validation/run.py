@@ -5,8 +5,8 @@ Knows nothing of which cases there are, of processes or of how findings are show
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from gpuallreduce.validation.cases import VARIANTS, Case
 from gpuallreduce.validation.oracle import Expectation, Oracle
 from gpuallreduce.validation.places import HostPlace, Place
 
-__all__ = ["Finding", "Outcome", "run_case"]
+__all__ = ["Finding", "Outcome", "refused_because", "run_case"]
 
 NO_DEVIATION = Deviation(0.0, 0.0, 0.0)
 
@@ -88,7 +88,8 @@ def run_case(
         return Outcome(left_out="no rank can address another's arrays")
     try:
         if case.refused:
-            _refusal(communicator, case, outcome, place)
+            if not refused_because(communicator, case, place):
+                outcome.note("refusal", "the call was made; NotSupported was expected")
         elif case.collective == "barrier":
             communicator.barrier()
         else:
@@ -99,14 +100,17 @@ def run_case(
     return outcome
 
 
-def _refusal(communicator: Communicator, case: Case, outcome: Outcome, place: Place) -> None:
+def refused_because(communicator: Communicator, case: Case, place: Place) -> str:
+    """Makes a case's call, whose result is not looked at: why it is refused, empty if it is not."""
     count = case.count * (communicator.nranks if case.collective == "reduce_scatter" else 1)
     dtype, nlocal = DTYPES[case.dtype].numpy, len(communicator.ranks)
     arrays = [place.blank(local, count, dtype) for local in range(nlocal)]
-    with contextlib.suppress(NotSupported):
+    try:
         _call(communicator, case, arrays, None, place.keywords)
         communicator.synchronize()
-        outcome.note("refusal", "the call was made; NotSupported was expected")
+    except NotSupported as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class _Trial:
         _compare(first, random, "reference", outcome)
         _deviate(first, random, outcome)
         results = first.results()
-        if case.collective in ("allreduce", "all_gather", "broadcast"):
+        if case.collective in ("allreduce", "allreduce_many", "all_gather", "broadcast"):
             for rank, result in zip(ranks[1:], results[1:], strict=True):
                 outcome.note("ranks", first_difference(result, results[0]), rank=rank)
             outcome.digest = hashlib.blake2b(results[0].tobytes(), digest_size=8).hexdigest()
@@ -173,6 +177,9 @@ def _call(
         forced = {"chunk_bytes": case.chunk_bytes, "nchannels": case.nchannels, **vars(variant)}
         forced = {name: value for name, value in forced.items() if value is not None}
         communicator.allreduce(given, out, op=case.op, **forced, **keywords)
+    elif case.collective == "allreduce_many":
+        parts = [_parts(array) for array in arrays]
+        communicator.allreduce_many(parts[0] if one else parts, op=case.op, **keywords)
     elif case.collective == "reduce":
         communicator.reduce(given, out, root=case.root, op=case.op, **keywords)
     elif case.collective == "reduce_scatter":
@@ -181,6 +188,13 @@ def _call(
         communicator.all_gather(given, out, **keywords)
     else:
         communicator.broadcast(given, root=case.root, **keywords)
+
+
+def _parts(array: Any) -> list[Any]:
+    """An array in parts of many sizes, one of them empty."""
+    count = len(array)
+    ends = (0, *(min(end, count) for end in (1, 1, 6)), max(min(6, count), count // 3), count)
+    return [array[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _compare(buffers: Buffers, expected: Expectation, check: str, outcome: Outcome) -> None:

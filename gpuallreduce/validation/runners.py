@@ -34,6 +34,7 @@ __all__ = [
     "ThreadRunner",
     "decode",
     "encode",
+    "merged",
 ]
 
 CALL_TIMEOUT_S = 30.0
@@ -149,7 +150,7 @@ class ProcessRunner(_Base):
         ranks = [_lines(folder / f"rank-{rank}.jsonl") for rank in range(self.nranks)]
         done = min(len(lines) for lines in ranks)
         for index in range(done):
-            yield _merged([decode(lines[index]) for lines in ranks])
+            yield merged([decode(lines[index]) for lines in ranks])
         if done < ncases:
             late = [rank for rank, lines in enumerate(ranks) if len(lines) == done]
             what = f"the job ended here with exit status {status}; ranks {late} had not finished"
@@ -189,15 +190,26 @@ def _lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _merged(outcomes: list[Outcome]) -> Outcome:
-    """One outcome out of those of all ranks, whose results must be equal."""
-    merged = Outcome(digest=outcomes[0].digest, left_out=outcomes[0].left_out)
-    for rank, outcome in enumerate(outcomes):
+def merged(outcomes: Sequence[Outcome | None]) -> Outcome:
+    """One outcome out of those of all ranks, whose results must be equal; None: of a rank that did
+    not come to the case.
+    """
+    ranks = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+    first_rank, first = ranks[0]
+    whole = Outcome(digest=first.digest, left_out=first.left_out)
+    # A check has one finding, and that should not be the others' wait for the rank that failed.
+    for rank, outcome in sorted(ranks, key=lambda each: _waited(each[1])):
         for finding in outcome.findings:
             by = "" if finding.message.startswith("rank ") else f"rank {rank}: "
-            merged.note(finding.check, by + finding.message)
-        if outcome.deviation.fraction >= merged.deviation.fraction:
-            merged.deviation = outcome.deviation
-        if outcome.digest != merged.digest:
-            merged.note("ranks", "its result has other bits than rank 0's", rank=rank)
-    return merged
+            whole.note(finding.check, by + finding.message)
+        if outcome.deviation.fraction >= whole.deviation.fraction:
+            whole.deviation = outcome.deviation
+        if outcome.digest != whole.digest:
+            message = f"its result has other bits than rank {first_rank}'s"
+            whole.note("ranks", message, rank=rank)
+    return whole
+
+
+def _waited(outcome: Outcome) -> bool:
+    """Whether all that went wrong is that other ranks did not come."""
+    return any(finding.message.startswith(("Timeout:", "Aborted:")) for finding in outcome.findings)

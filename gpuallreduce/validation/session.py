@@ -6,7 +6,7 @@ Knows nothing of how a communicator comes to be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 from gpuallreduce.communicator import Communicator
 from gpuallreduce.errors import CompileError, Error
@@ -29,7 +29,8 @@ def run_cases(
         communicator, shared=False
     ),
     before: Callable[[Case], None] | None = None,
-) -> Iterator[Outcome]:
+    left_out: Callable[[Case], str] = lambda case: "",
+) -> Generator[Outcome]:
     """Yields the outcome of each case, as soon as it is there; ends early if too many broke.
 
     Args:
@@ -38,6 +39,7 @@ def run_cases(
         seed: of the inputs.
         make_place: makes the memory of a communicator's arrays.
         before: called before each case; a CompileError of it becomes the case's outcome.
+        left_out: says of each case why it cannot be run on these ranks; empty if it can.
     """
     communicator = open_communicator()
     broken = 0
@@ -45,7 +47,9 @@ def run_cases(
         place = make_place(communicator)
         oracle = Oracle(communicator.nranks, seed)
         for case in cases:
-            outcome = _prepared(case, before) or run_case(communicator, case, oracle, place)
+            reason = left_out(case)
+            ready = Outcome(left_out=reason) if reason else _prepared(case, before)
+            outcome = ready or run_case(communicator, case, oracle, place)
             broken += outcome.broken
             yield outcome
             if broken == _BROKEN_LIMIT:

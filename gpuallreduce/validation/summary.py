@@ -15,7 +15,7 @@ from gpuallreduce.validation.runners import Runner
 
 __all__ = ["Failure", "Summary", "validate"]
 
-_SHRUNK_FAILURES = 8  # a broken machine fails everywhere, and a few small cases tell as much
+_SHRUNK_FAILURES = 10  # a broken machine fails everywhere, and a few small cases tell as much
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Knows nothing of the other ranks' outcomes: whoever launched it compares them.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -15,9 +14,7 @@ from pathlib import Path
 from gpuallreduce.api import init
 from gpuallreduce.bootstrap.environment import RANK
 from gpuallreduce.communicator import Communicator
-from gpuallreduce.errors import CompileError
-from gpuallreduce.topology import available_cores
-from gpuallreduce.validation.build import Builder, kernels_of, target_of_gpu
+from gpuallreduce.validation.build import compile_share, kernels_of, target_of_gpu
 from gpuallreduce.validation.cases import Case
 from gpuallreduce.validation.places import needs_shared, place_of
 from gpuallreduce.validation.runners import CALL_TIMEOUT_S, encode
@@ -52,14 +49,8 @@ def main(folder: Path, rank: str) -> int:
 def _compile(communicator: Communicator, cases: Sequence[Case]) -> None:
     """Compiles this rank's share, and returns when all ranks have done so. A collective."""
     kernels = kernels_of(cases, communicator.topology)
-    families = list(dict.fromkeys(kernel.family for kernel in kernels))
-    mine = set(families[communicator.rank :: communicator.nranks])
-    share = [kernel for kernel in kernels if kernel.family in mine]
-    workers = max(1, available_cores() // communicator.nranks)
-    with Builder(share, workers, target=target_of_gpu("cuda")) as builder:
-        for kernel in share:
-            with contextlib.suppress(CompileError):  # whoever runs it says so
-                builder.wait(kernel)
+    target = target_of_gpu("cuda")
+    compile_share(kernels, communicator.rank, communicator.nranks, target=target)
     communicator.barrier()
 
 
