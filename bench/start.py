@@ -13,6 +13,7 @@ from gpuallreduce.bootstrap.environment import identify
 from gpuallreduce.bootstrap.launch import launch
 from gpuallreduce.bootstrap.launch_nodes import find_mpirun, launch_nodes
 from gpuallreduce.bootstrap.python import module_command
+from gpuallreduce.devices.cuda_runtime import device_count
 from gpuallreduce.errors import InvalidArgument
 from gpuallreduce.topology import available_cores
 
@@ -78,7 +79,8 @@ def start(options: Options) -> int:
     nranks = options.processes or max(2, available_cores())
     command = module_command(MODULE, *to_argv(options))
     if options.nodes:
-        return launch_nodes(options.nodes, command)
+        gpus = device_count() if options.device == "cuda" and not options.devices else 0
+        return launch_nodes(options.nodes, command, gpus=gpus)
     if not options.needs_mpi:
         return launch(nranks, command, prefix=False)
     mpirun, open_mpi = find_mpirun("--peer mpi")

@@ -29,7 +29,7 @@ from gpuallreduce.errors import (
     Timeout,
 )
 from gpuallreduce.fused import Fuser, buckets
-from gpuallreduce.lifetime import end_dropped, lay_aside_when_dropped, remember
+from gpuallreduce.lifetime import end_dropped, lay_aside, lay_aside_when_dropped, remember
 from gpuallreduce.locals import (
     LocalRanks,
     check_devices,
@@ -132,6 +132,7 @@ class Communicator(Collectives):
                 recorder = trace_of_node(trace, placement.transport.ranks)
                 calls = Calls(placement, timeout=limit, trace=recorder)
         except BaseException:
+            placement.device.close()
             placement.transport.close()  # no kernel of any rank has run
             raise
         self._calls = calls
@@ -211,7 +212,10 @@ class Communicator(Collectives):
         if not self._device.idle():
             self._calls.orchestrator.abort()
         if self._device.in_signal_handler:  # the call that it interrupts ends once it returns
-            self._calls.transport.close()
+            if self._device.asynchronous:  # and may have more to launch
+                lay_aside(self._device, self._calls)
+            else:
+                self._calls.transport.close()
             return
         if not self._lock.acquire(blocking=False):
             self._calls.transport.interrupt()  # another thread may wait in empty()
@@ -388,7 +392,8 @@ class Communicator(Collectives):
             except (Timeout, Aborted):  # the ranks can agree on no more buffers
                 self._calls.orchestrator.abort()
                 raise
-            arrays = [buffer.array(rank, sizes, row.numpy) for rank in self.ranks]
+            here = self._calls.transport.ranks  # numbers on this node
+            arrays = [buffer.array(rank, sizes, row.numpy) for rank in here]
             if len(self.ranks) == 1:
                 self._calls.adopt(buffer)
         return self._locals.give(arrays)

@@ -15,7 +15,7 @@ from gpuallreduce.calls import Calls
 from gpuallreduce.devices.base import Device
 from gpuallreduce.errors import Error
 
-__all__ = ["end_dropped", "lay_aside_when_dropped", "remember"]
+__all__ = ["end_dropped", "lay_aside", "lay_aside_when_dropped", "remember"]
 
 
 class Closable(Protocol):
@@ -31,7 +31,8 @@ class Closable(Protocol):
 _dropped: list[tuple[Device, Calls]] = []
 
 
-def _lay_aside(device: Device, calls: Calls) -> None:
+def lay_aside(device: Device, calls: Calls) -> None:
+    """Leaves the end of a communicator to ``end_dropped``."""
     _dropped.append((device, calls))
 
 
@@ -41,7 +42,7 @@ def lay_aside_when_dropped(communicator: object, device: Device, calls: Calls) -
     Returns:
         What to ``detach`` once it has been closed.
     """
-    finalizer = weakref.finalize(communicator, _lay_aside, device, calls)
+    finalizer = weakref.finalize(communicator, lay_aside, device, calls)
     finalizer.atexit = False
     return finalizer
 

@@ -160,6 +160,11 @@ class Trace:
 
         return ended
 
+    def add(self, name: str, start_ns: int, end_ns: int, *, message: bool, **values: int) -> None:
+        """Records what ran elsewhere, by this process's ``time.perf_counter_ns``."""
+        number = next(self._messages) if message else None
+        self._found.append((name, start_ns, end_ns, number, values))
+
     def watch(self, request: Any, name: str, **values: int) -> None:
         """Records a request of an engine, as a message that ends once it has gone well."""
         request.finish = functools.partial(

@@ -171,14 +171,15 @@ enum : uint64_t {
   kNodesGathered = 3,  // chunks of it that are finished
   kNodesEnded = 4,     // calls that have ended
   kNodesDiffers = 5,   // 1 + the neighbour whose call differs
-  kNodesHalted = 6,    // nonzero once messages have been ended; the host's
+  kNodesHalted = 6,    // nonzero once the host ends messages; 2 when it has
+  kNodesMeeting = 7,   // steps of meetings of all ranks in the engine: odd while one is under way
 };
 }
 struct GarNodesArgs {
   GarHeader header;         // of this call; its sequence is filled in by the kernel
   GarHeader* mine;          // what the neighbours are sent
   const GarHeader* theirs;  // [2] what the neighbours sent: the node before, and the one behind
-  GarHeader* seen;          // [2] in host memory: theirs, once one of them differs
+  GarHeader* seen;          // [3] in host memory: theirs, once one of them differs, and mine
   uint64_t* words;
   const uint64_t* abort;  // nonzero once a rank of this node gave up
   uint64_t limit_ns;      // how long the host is waited for, which ends messages then

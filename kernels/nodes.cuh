@@ -17,15 +17,19 @@ GAR_DEVICE void advance(const GarNodesArgs& args, uint64_t number) {
 
 // NOTE halts. A call that was given up leaves garbage behind, and the stream goes on: the kernels behind it leave at
 // once, and the messages behind those would be sent. So behind each kernel that ranks of a node do together comes one
-// that looks, and lets nothing follow until the host has ended all messages. What is sent is right, or is not sent.
+// that looks, and lets nothing follow until the host has ended all messages. What is sent is right, or is not sent. The
+// host says before the first one that it ends them, since what it ends leaves garbage behind as well.
 GAR_DEVICE bool halt(const GarNodesArgs& args) {
   const GarArgs no_call = {};  // nobody polls, and nothing is spun for
   Backoff backoff(no_call);
   const uint64_t start = clock_ns();
-  while (load_acquire(nodes_word(args, kNodesHalted)) == 0 && clock_ns() - start < args.limit_ns) backoff.pause();
+  while (load_acquire(nodes_word(args, kNodesHalted)) < 2 && clock_ns() - start < args.limit_ns) backoff.pause();
   return false;
 }
-GAR_DEVICE bool goes_on(const GarNodesArgs& args) { return load_acquire(args.abort) == 0 || halt(args); }
+GAR_DEVICE bool goes_on(const GarNodesArgs& args) {
+  const bool given_up = load_acquire(args.abort) != 0 || load_acquire(nodes_word(args, kNodesHalted)) != 0;
+  return !given_up || halt(args);
+}
 
 // Writes this call's header for the neighbours. Counting on the GPU numbers the launches of a graph too.
 GAR_DEVICE bool post_call(const Block&, const GarNodesArgs& args) {
@@ -49,6 +53,7 @@ GAR_DEVICE bool check_call(const Block&, const GarNodesArgs& args) {
   for (uint64_t k = 0; k < 2; ++k) {
     if (!(args.neighbours >> k & 1) || same_call(*args.mine, args.theirs[k])) continue;
     args.seen[k] = args.theirs[k];
+    args.seen[2] = *args.mine;
     store_release(nodes_word(args, kNodesDiffers), k + 1);
     return halt(args);
   }

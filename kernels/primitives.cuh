@@ -8,6 +8,7 @@ namespace gar {
 
 constexpr uint64_t kLineBytes = 128;  // one flag word per line: no two writers share a cache line
 constexpr uint64_t kReportBytes = 256;
+constexpr uint64_t kReportNs = 100000000;  // far more than a report takes to be written
 
 enum : uint64_t { kTimedOut = 1, kMismatch = 2, kAborted = 3, kClosed = 4, kLost = 5 };  // GarReport::code
 enum : uint64_t { kCall = 0, kReady = 1, kCredit = 2 };                                  // GarReport::word
@@ -200,9 +201,14 @@ class Channel {
   GAR_MEMBER GarReport* report_of(uint32_t owner, uint32_t reporter) const {
     return reinterpret_cast<GarReport*>(control(owner) + args.reports_offset + reporter * kReportBytes);
   }
-  // See NOTE aborts. Several threads and blocks may get here; the first one reports.
+  // See NOTE aborts. Several threads and blocks may get here, and the host; the first one reports. The others leave no
+  // call before the word says so: whatever comes behind it looks there. A rank's own kClosed sets no word.
   GAR_NOINLINE void give_up(GarReport& report) {
-    if (!claim(abort_word(rank) + 1)) return;
+    if (!claim(abort_word(rank) + 1)) {
+      for (const uint64_t start = clock_ns(); clock_ns() - start < kReportNs;)
+        if (load_acquire(abort_word(rank)) != 0) return;
+      return store_release(abort_word(rank), rank + 1);
+    }
     report.channel = index;
     report.mine = args.header;
     report.mine.sequence = sequence_;

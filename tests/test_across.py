@@ -48,13 +48,19 @@ BITS = (
 Found = dict[int, dict[str, Any]]
 
 
-def mpirun(layout: tuple[int, ...], folder: Path, names: tuple[str, ...], *more: str) -> list[str]:
+def mpirun(
+    layout: tuple[int, ...],
+    folder: Path,
+    names: tuple[str, ...],
+    *more: str,
+    ranks: Path = RANKS,
+) -> list[str]:
     """The command of a job."""
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun (Debian and Ubuntu: apt install openmpi-bin)")
     command = ["mpirun", "-n", str(sum(layout)), "--oversubscribe", *more]
     command += ["--mca", "btl_vader_backing_directory", str(folder)]
-    command += [sys.executable, str(RANKS), ",".join(map(str, layout)), str(folder), *names]
+    command += [sys.executable, str(ranks), ",".join(map(str, layout)), str(folder), *names]
     return command
 
 
@@ -136,10 +142,12 @@ def few(folder: Path) -> Path:
     return folder
 
 
-def check(layout: tuple[int, ...], folder: Path, names: tuple[str, ...]) -> Found:
+def check(
+    layout: tuple[int, ...], folder: Path, names: tuple[str, ...], ranks: Path = RANKS
+) -> Found:
     mine = folder / secrets.token_hex(4)
     mine.mkdir()
-    done = run(mpirun(layout, mine, names))
+    done = run(mpirun(layout, mine, names, ranks=ranks))
     found = found_in(mine)
     assert done.returncode == 0, done.stderr
     assert not list(mine.glob("vader*"))  # MPI's shared memory; ours has no name

@@ -9,6 +9,7 @@ from gpuallreduce.across.chunks import lag_of, turns_of
 from gpuallreduce.across.in_step import GRACE_S, InStep
 from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.args import GarHeader
+from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.plan import Plan, Request, decode_header
 from gpuallreduce.tracing import Trace
@@ -53,9 +54,7 @@ class Across:
         """
         self.timeout = timeout
         inside = None if timeout is None else 2 * timeout + GRACE_S
-        if inside != self.shards.timeout:
-            self.shards.timeout = inside
-            self.shards.forget()
+        self.shards.timeout = inside
 
     def lag(self, plan: Plan) -> int:
         """Chunks that this node folds before it needs the first result."""
@@ -83,17 +82,48 @@ class Across:
             "make the same calls with the same arguments in the same order on every rank"
         )
 
-    def allreduce(self, source: int, target: int, plan: Plan, *, detail: int = 0) -> None:
+    @property
+    def neighbours_suffice(self) -> bool:
+        """Whether all ranks make one call if this rank's node does, and its neighbours."""
+        return self.nnodes == 2 and max(self.nodes.sizes) == self.nshards
+
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        plan: Plan,
+        *,
+        detail: int = 0,
+        asked: Request | None = None,
+    ) -> None:
         """All-reduces an array of this rank.
 
         Args:
             source, target: addresses of the request's ``count`` elements.
-            plan: what was asked, of all ranks of the job, and how the array is cut.
+            plan: what is to run, on all ranks of the job, and how the array is cut.
             detail: a number for what of the call is not in the request; equal on all ranks.
+            asked: what the call is of which this is a part; ranks compare that.
 
         Raises:
             MismatchError, Timeout, Aborted, DeviceError: the ranks are out of step for good. On
                 asynchronous devices later: see ``Orchestrator.diagnose``.
+        """
+        raise NotImplementedError
+
+    def move(self, bound: Bound, plan: Plan, *, detail: int = 0) -> None:
+        """Broadcasts or gathers arrays of all ranks: the engine alone carries them.
+
+        NOTE all before data. A rank compares its call with those of its node and of its neighbours.
+        Where that does not tell that all ranks agree, they first meet in the engine: nobody gets
+        there whose call differs from a neighbour's, so no data are moved by calls that differ.
+
+        Args:
+            bound: this rank's array.
+            plan: what was asked, of all ranks of the job.
+            detail: as for ``allreduce``.
+
+        Raises as ``allreduce``, and
+            NotSupported: CUDA: the first such call is captured into a graph; nothing was sent.
         """
         raise NotImplementedError
 
@@ -120,6 +150,8 @@ class Across:
 
 def _text(header: GarHeader) -> str:
     fields = decode_header(header, ())
-    chosen = ("count", "dtype", "op", "order", "chunk_count", "arrangement")
+    chosen = ["count", "dtype", "op", "order", "chunk_count", "arrangement"]
+    if fields["collective"] in ("reduce", "broadcast"):
+        chosen.insert(0, "root")
     text = ", ".join(f"{name}={fields[name]}" for name in chosen)
     return f"call {fields['sequence']}: {fields['collective']}({text})"

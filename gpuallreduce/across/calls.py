@@ -1,4 +1,5 @@
-"""The calls of a rank whose job has several nodes: all-reduce and what can be made of it.
+"""The calls of a rank whose job has several nodes: which of them are all-reduces, and which the
+engine carries alone.
 
 Knows nothing of how chunks travel; arguments were checked before.
 """
@@ -16,6 +17,7 @@ import numpy as np
 from gpuallreduce.across.host import HostAcross
 from gpuallreduce.across.pace import Pace, pace
 from gpuallreduce.across.rates import agreed
+from gpuallreduce.across.scratch import whole_of
 from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.across.traffic import bytes_between, bytes_within
 from gpuallreduce.arrays import Bound
@@ -35,12 +37,19 @@ if TYPE_CHECKING:
 
 __all__ = ["CallsAcross"]
 
+MOVES = ("broadcast", "all_gather")
 KEPT_PLANS = 4096
 NO_LIMIT_S = 1e9
 
 
 class CallsAcross(Calls):
-    """As Calls, for ranks on several nodes. Host devices; MPI carries data between nodes."""
+    """As Calls, for ranks on several nodes.
+
+    reduce and reduce_scatter keep the numeric contract as all-reduces of which a rank keeps its
+    part: they send the bytes of an all-reduce, 2 n/p between nodes for a reduce_scatter that could
+    do with one n/p, and take n bytes of memory on ranks that do not keep all. broadcast and
+    all_gather only move bytes: the engine carries them between all ranks, as it likes.
+    """
 
     has_short_way = False
 
@@ -90,7 +99,9 @@ class CallsAcross(Calls):
 
     def decide(self, request: Request, forced: Forced) -> Plan:
         """See Calls."""
-        self._check(request.collective, forced)
+        self._check(forced)
+        if request.collective in MOVES:
+            return self._moved(request)
         nshards = self.across.nshards
         shards = Shards(nshards, fold_ranks=request.nranks)
         part = replace(request, collective="shard_reduce", shards=shards)
@@ -113,6 +124,21 @@ class CallsAcross(Calls):
             },
         )
 
+    def _moved(self, request: Request) -> Plan:
+        """The plan of what the engine carries alone; inside a node ranks only meet."""
+        meeting = replace(request, collective="barrier", count=0, nranks=self.topology.nranks)
+        engine = self.across.engine
+        return replace(
+            self.across.shards.plan(meeting),
+            request=request,
+            config=Config(engine.lower(), "engine", max(1, request.count)),
+            order="of no sum",
+            bytes_within=0,
+            bytes_between=request.nbytes,
+            transport=f"{engine} between all ranks of {len(self.nodes.names)} nodes",
+            costs={},
+        )
+
     def _pace(self, order: str, request: Request, forced: Forced) -> Pace:
         wide = DTYPES[request.dtype.accumulator].itemsize
         asked, itemsize = forced.chunk_bytes, request.dtype.itemsize
@@ -130,23 +156,45 @@ class CallsAcross(Calls):
         """See Calls.
 
         Raises:
-            NotSupported: the collective is not offered between nodes.
+            NotSupported: an option is not offered between nodes.
         """
-        self._check(collective, options.forced)
+        self._check(options.forced)
         (bound,) = bounds
-        if collective == "barrier":
-            kind = self.device.arrays
-            byte = kind.empty((1,), np.dtype(np.uint8), 0)
-            (bound,) = bounds = [kind.bind(byte, None, 0)]
-        request = replace(self.request("allreduce", bounds, options), in_place=bound.in_place)
-        reduction(request.dtype, request.op)
-        plan = self._plan(request, options.forced)
-        self.across.set_timeout(self.timeout if options.timeout is None else options.timeout)
+        asked = self.request(collective, bounds, options)
         detail = digest((bound.layout, *options.parts, options.forced.chunk_bytes or 0))
-        self.across.check_pair(plan)
-        self.across.allreduce(bound.input, bound.output, plan, detail=detail)
+        if collective in MOVES:
+            plan = self._plan(asked, options.forced)
+            self._set_timeout(options)
+            self.across.move(bound, plan, detail=detail)
+        else:
+            self._reduce(asked, bound, options, detail)
         if bound.finish is not None:
             bound.finish()
+
+    def _reduce(self, asked: Request, bound: Bound, options: Options, detail: int) -> None:
+        """Makes an all-reduce of a call, and keeps what this rank is to have of it."""
+        reduction(asked.dtype, asked.op)
+        kind = self.device.arrays
+        if asked.collective == "barrier":
+            bound = kind.bind(kind.empty((1,), np.dtype(np.uint8), 0), None, 0)
+        whole = whole_of(asked, bound, kind, self.ranks[0])
+        request = replace(
+            asked,
+            collective="allreduce",
+            count=whole.bound.count,
+            root=0,
+            in_place=whole.bound.in_place,
+        )
+        plan = self._plan(request, options.forced)
+        self.across.check_pair(plan)
+        self._set_timeout(options)
+        source, target = whole.bound.input, whole.bound.output
+        self.across.allreduce(source, target, plan, detail=detail, asked=asked)
+        if whole.kept is not None:
+            kind.copy_bytes(whole.kept, 0)
+
+    def _set_timeout(self, options: Options) -> None:
+        self.across.set_timeout(self.timeout if options.timeout is None else options.timeout)
 
     def settle(self) -> None:
         """See Calls."""
@@ -161,12 +209,7 @@ class CallsAcross(Calls):
         self.across.close()
         super().end()
 
-    def _check(self, collective: str, forced: Forced) -> None:
-        if collective not in ("allreduce", "barrier"):
-            raise NotSupported(
-                f"{collective} between nodes is not offered yet; there are allreduce, "
-                "allreduce_many and barrier"
-            )
+    def _check(self, forced: Forced) -> None:
         if forced.algorithm not in (None, "hierarchical") or forced.access is not None:
             raise NotSupported(
                 "between nodes there is algorithm='hierarchical' only, with staged access inside "

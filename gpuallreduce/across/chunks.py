@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpuallreduce.plan import shard_range
 
-__all__ = ["Chunk", "chunk_count", "chunks_of", "depth_of", "lag_of", "turns_of"]
+__all__ = ["Chunk", "chunk_count", "chunks_of", "depth_of", "lag_of", "parts_of", "turns_of"]
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,13 @@ def chunks_of(count: int, itemsize: int, nshards: int, owner: int, step: int) ->
         owned = shard_range(size, owner, nshards, itemsize)[1] if owner < nshards else 0
         chunks.append(Chunk(first, size, owned))
     return chunks
+
+
+def parts_of(nbytes: int, step: int) -> list[tuple[int, int]]:
+    """First byte and bytes of each part of what is only moved; none of nothing.
+
+    Args:
+        nbytes: in all.
+        step: bytes of a part but for the last.
+    """
+    return [(first, min(step, nbytes - first)) for first in range(0, nbytes, step)]

@@ -6,24 +6,32 @@ Knows nothing of how a node's ranks address each other, nor of what ends a call 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuallreduce import args
 from gpuallreduce.across.base import Across
 from gpuallreduce.across.chunks import Chunk, chunks_of
+from gpuallreduce.across.cuda_moves import CudaMoves
 from gpuallreduce.across.guard import Guard
-from gpuallreduce.across.line import Line, Message, Way
+from gpuallreduce.across.line import Line, Message, Way, agreed
 from gpuallreduce.across.progress import HEADER_BYTES, Progress
 from gpuallreduce.across.rates import GPU_BUFFER_BYTES
 from gpuallreduce.across.shards import NodeShards
+from gpuallreduce.across.stamps import Stamps
 from gpuallreduce.args import GarHeader
+from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.devices.cuda import CudaDevice, load
 from gpuallreduce.devices.cuda_memory import DeviceBlock
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
-from gpuallreduce.errors import Error
+from gpuallreduce.devices.cuda_streams import is_capturing
+from gpuallreduce.errors import Error, NotSupported
 from gpuallreduce.fabric.nccl import Nccl
+from gpuallreduce.fabric.nccl_ending import abort_together
 from gpuallreduce.plan import Plan, Request, Shards
 from gpuallreduce.types import DTYPES, OPS
 
@@ -31,6 +39,10 @@ __all__ = ["BUFFER_BYTES", "CudaAcross"]
 
 BUFFER_BYTES = GPU_BUFFER_BYTES  # of a GPU's memory, for shards under way
 LINE_BYTES = 128
+NO_LIMIT_S = 1e9
+KEPT_PLANS = 4096
+PAUSE_S = 0.001
+_UNTRACED = nullcontext()
 
 
 @dataclass
@@ -96,6 +108,11 @@ class CudaAcross(Across):
     turn t - 3 of node j + 1 to have started on the way up, and turn t of node j + 1 and t - 2 of
     node j - 1 on the way down: t + 2 j there, and t - j here, only fall, so waits form no circle.
 
+    NOTE one queue. Streams may share a queue of the GPU (CUDA_DEVICE_MAX_CONNECTIONS), where what
+    was enqueued first holds up the rest. So messages down are enqueued as many turns later as there
+    are nodes behind: then no rank has in front of one message another that needs a later one
+    elsewhere, whichever streams share.
+
     NOTE slots between nodes. A slot is used again lag + 2 turns later, or after more. Nobody folds
     chunk t before chunk t - lag - 1 is gathered, so its result had come back: partial and result of
     that chunk had been received, thus sent. And no result of chunk t comes before chunk t is folded
@@ -125,29 +142,49 @@ class CudaAcross(Across):
         here, last = nodes.this, self.nnodes - 1
         self._before, self._behind = here > 0, here < last
         orchestrator = shards.orchestrator
-        self._line = Line.connect(nodes, self._ordinal, owner=self.owner, timeout=timeout)
-        self._progress: Progress | None = None
-        self._buffer: DeviceBlock | None = None
-        if self.owner:
-            self._buffer = DeviceBlock(self._ordinal, BUFFER_BYTES, zeros=0)
-            self._progress = Progress(
-                device,
-                abort=orchestrator.abort_address(),
-                before=self._before,
-                behind=self._behind,
-            )
-        self._events: dict[int, tuple[list[Any], ...]] = {}
         around = [node for node in (here - 1, here + 1) if 0 <= node <= last]
+        self._buffer: DeviceBlock | None = None
+        self._loaded: dict[int, Plan] = {}
+        self._stamps: Stamps | None = None
+        self._events: dict[int, tuple[list[Any], ...]] = {}
+        with ExitStack() as stack:
+            self._line = Line.connect(nodes, self._ordinal, owner=self.owner, timeout=timeout)
+            self._moves = CudaMoves(nodes, device)
+            if self._line is not None:
+                stack.callback(abort_together, [self._line], _nothing)
+            problem: Error | None = None
+            try:
+                if self.owner:
+                    self._buffer = DeviceBlock(self._ordinal, BUFFER_BYTES, zeros=0)
+                    stack.callback(self._buffer.free)
+                self._progress = Progress(
+                    device,
+                    abort=orchestrator.abort_address(),
+                    before=self.owner and self._before,
+                    behind=self.owner and self._behind,
+                )
+                stack.callback(self._progress.close)
+                self._mark = self._event()
+            except Error as error:
+                problem = error
+            agreed(nodes, problem, "memory for calls between nodes", timeout)
+            try:
+                if self._line is not None:
+                    self._line.warm_up(here, around, self._progress.mine, timeout)
+            except Error as error:
+                problem = error
+            agreed(nodes, problem, "NCCL's first messages", timeout)
+            stack.pop_all()
         self._guard = Guard(
             self._in_step,
             orchestrator,
             line=self._line,
+            moves=self._moves,
             progress=self._progress,
             explain=self._difference,
             awaited=" and ".join(map(self.peer_name, around)) if self.owner else "",
+            interrupt=nodes.everyone.interrupt,
         )
-        self._header = GarHeader()
-        self._mark = self._event()
 
     # ---- what the plan needs to know ------------------------------------------------------------
 
@@ -169,31 +206,102 @@ class CudaAcross(Across):
     def set_timeout(self, timeout: float | None) -> None:
         """See Across."""
         super().set_timeout(timeout)
-        self._guard.timeout = timeout
+        self._guard.set_timeout(timeout)
 
-    def allreduce(self, source: int, target: int, plan: Plan, *, detail: int = 0) -> None:
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        plan: Plan,
+        *,
+        detail: int = 0,
+        asked: Request | None = None,
+    ) -> None:
         """See Across. Enqueues; the host waits for nothing."""
         self._load(plan)
+        asked = plan.request if asked is None else asked
+        with self._in_call(plan, detail, asked, tells=self.owner) as kernels:
+            call = self._call(source, target, plan, kernels)
+            for turn in range(len(call.chunks) + call.lag):
+                self._turn(call, turn)
+
+    def move(self, bound: Bound, plan: Plan, *, detail: int = 0) -> None:
+        """See Across. Enqueues; the host waits at the first such call only, for all ranks."""
+        if not self._moves.ready and is_capturing(self._device.lanes[0].stream):
+            raise NotSupported(
+                f"the first {plan.request.collective} between nodes connects all ranks, which "
+                "cannot be captured into a graph: make one such call before the capture"
+            )
+        with self._in_call(plan, detail, plan.request, tells=True) as kernels:
+            if not self._moves.ready:
+                self._connect(kernels)
+            if not self.neighbours_suffice:
+                self._progress.tick(args.NODES_MEETING, kernels)
+                self._moves.meet(kernels)  # see NOTE all before data
+                self._progress.tick(args.NODES_MEETING, kernels)
+
+            def step() -> None:
+                self._progress.tick(args.NODES_GATHERED, kernels)
+
+            self._moves.run(bound, plan.request, kernels, step)
+
+    @contextmanager
+    def _in_call(self, plan: Plan, detail: int, asked: Request, *, tells: bool) -> Iterator[Any]:
+        """Enqueues a call: what is enqueued in the block runs once this rank's node and its
+        neighbours are known to make it too. If the call fails, it ends on all ranks.
+
+        Args:
+            plan: what runs.
+            detail: see Across.
+            asked: what ranks compare.
+            tells: whether this rank's GPU tells how far it has come.
+        """
         self._guard.start()
         kernels = self._device.lanes[0].stream
+        if self._line is not None:
+            captured = is_capturing(kernels)
+            for way in (self._line.up, self._line.down):
+                way.use(captured=captured)
+        enqueuing = cuda_errors("enqueuing a call between nodes")
         try:
-            self._in_step.meet(plan.request, detail, self.timeout)
-            with cuda_errors("enqueuing a call between nodes"), on_device(self._ordinal):
-                self._agree(plan, detail, kernels)
-                call = self._call(source, target, plan, kernels)
-                for turn in range(len(call.chunks) + call.lag):
-                    self._turn(call, turn)
+            with self._device.in_one_call(), enqueuing, on_device(self._ordinal):
+                self._in_step.meet(asked, detail, self.timeout)
+                if tells:
+                    self._agree(replace(plan, request=asked), detail, kernels)
+                yield kernels
                 self._join(kernels)
+                if tells:
+                    self._progress.tick(args.NODES_ENDED, kernels)
         except Error as error:
             raise self._guard.conclude(error) from error
         except BaseException as error:  # KeyboardInterrupt too: the others must not wait
             self._guard.fail(error)
             raise
 
+    def _connect(self, kernels: Any) -> None:
+        """Connects all ranks, once this one has seen its neighbours make the call."""
+        met = self._event()
+        met.record(kernels)
+        while not met.done:  # NCCL starts while no kernel of ours waits for anybody
+            if not self._guard.look():
+                break
+            time.sleep(PAUSE_S)
+        if self.shards.orchestrator.aborted:
+            raise self.shards.orchestrator.diagnose()
+        self._guard.connecting = True
+        try:
+            # Who waits for another node has said so by then; and NCCL needs time to start.
+            inside = self.shards.timeout or NO_LIMIT_S
+            self._moves.connect(max(inside, self.nodes.everyone.timeout))
+        finally:
+            self._guard.connecting = False
+
     def settle(self) -> None:
         """See Across."""
         if self._guard.look():
             self._in_step.ended()
+        if self._stamps is not None:
+            self._stamps.settle()
 
     def abort(self) -> None:
         """See Across."""
@@ -208,8 +316,8 @@ class CudaAcross(Across):
         self._guard.stop()
         if self._line is not None:
             self._line.close()
-        if self._progress is not None:
-            self._progress.close()
+        self._moves.close()
+        self._progress.close()
         if self._buffer is not None:
             self._buffer.free()
         self._in_step.leave()
@@ -219,6 +327,8 @@ class CudaAcross(Across):
 
     def _load(self, plan: Plan) -> None:
         """Compiles and loads what the call needs, before any rank can wait for this one."""
+        if id(plan) in self._loaded:
+            return
         request, shards = plan.request, self._shards_of(plan.request)
         for collective in ("shard_reduce", "shard_gather"):
             part = replace(
@@ -230,14 +340,18 @@ class CudaAcross(Across):
                 shards=shards,
             )
             load(self.shards.plan(part).kernel, self._ordinal)
+        if len(self._loaded) >= KEPT_PLANS:
+            self._loaded.clear()
+        self._loaded[id(plan)] = plan  # kept, so that its id is no other's
 
     def _agree(self, plan: Plan, detail: int, kernels: Any) -> None:
         """Compares the call with the neighbours', on the GPU; afterwards both ways may go on."""
-        if self._line is None or self._progress is None:
+        progress = self._progress
+        progress.post(self.header(plan, detail), kernels)
+        if self._line is None:
+            progress.check(kernels)
             return
-        self._header = self.header(plan, detail)
-        up, down, progress = self._line.up, self._line.down, self._progress
-        progress.post(self._header, kernels)
+        up, down = self._line.up, self._line.down
         self._follow(up.stream, kernels)
         here = self.nodes.this
         sides = ((self._before, here - 1), (self._behind, here + 1))
@@ -300,7 +414,9 @@ class CudaAcross(Across):
             self._fold(call, turn)
         if line is not None and slots is not None:
             if in_rank_order:
-                self._lower(call, line.down, slots, turn)
+                below = turn - (self.nnodes - 1 - self.nodes.this)
+                if below >= 0:  # see NOTE one queue
+                    self._lower(call, line.down, slots, below)
             elif turn < len(call.chunks):
                 self._combine(call, line.up, slots, turn)
         if turn >= call.lag:
@@ -316,7 +432,8 @@ class CudaAcross(Across):
         if sends or receives:
             if turn >= 1:
                 way.stream.wait_event(slots.folded[(turn - 1) % slots.count])
-            way.move(sends, receives)
+            with self._stage(way.stream, "up", turn, message=True):
+                way.move(sends, receives)
             slots.lifted[turn % slots.count].record(way.stream)
 
     def _fold(self, call: _Call, turn: int) -> None:
@@ -326,15 +443,16 @@ class CudaAcross(Across):
             if call.shards.seeded:
                 seed = slots.seed(turn)
                 call.kernels.wait_event(slots.lifted[(turn - 1) % slots.count])
-        self.shards.reduce(
-            [call.address(call.source, turn)],
-            [output],
-            dtype=call.request.dtype,
-            op=call.request.op,
-            count=call.chunks[turn].count,
-            shards=call.shards,
-            seeds=[seed] if call.shards.seeded else None,
-        )
+        with self._stage(call.kernels, "reduce", turn):
+            self.shards.reduce(
+                [call.address(call.source, turn)],
+                [output],
+                dtype=call.request.dtype,
+                op=call.request.op,
+                count=call.chunks[turn].count,
+                shards=call.shards,
+                seeds=[seed] if call.shards.seeded else None,
+            )
         self._tick(args.NODES_FOLDED, call.kernels)
         if slots is not None:
             slots.folded[turn % slots.count].record(call.kernels)
@@ -354,13 +472,15 @@ class CudaAcross(Across):
             if self._before and 1 <= turn <= nturns:
                 sends.append(self._narrow(call, here - 1, slots.result(turn - 1), turn - 1))
         if sends or receives:
-            way.move(sends, receives)
+            with self._stage(way.stream, "down", turn, message=True):
+                way.move(sends, receives)
             slots.lowered[turn % slots.count].record(way.stream)
 
     def _combine(self, call: _Call, way: Way, slots: _Slots, turn: int) -> None:
         """Lets NCCL sum the nodes' shards."""
         way.stream.wait_event(slots.folded[turn % slots.count])
-        way.all_reduce(slots.result(turn), call.chunks[turn].owned, call.request)
+        with self._stage(way.stream, "engine", turn, message=True):
+            way.all_reduce(slots.result(turn), call.chunks[turn].owned, call.request)
         slots.lowered[turn % slots.count].record(way.stream)
 
     def _gather(self, call: _Call, turn: int) -> None:
@@ -369,14 +489,15 @@ class CudaAcross(Across):
             result = slots.result(turn)
             if call.request.order == "any" or self._behind:
                 call.kernels.wait_event(slots.lowered[turn % slots.count])
-        self.shards.gather(
-            [result],
-            [call.address(call.target, turn)],
-            dtype=call.request.dtype,
-            count=call.chunks[turn].count,
-            shards=call.shards,
-            in_place=call.request.in_place,
-        )
+        with self._stage(call.kernels, "gather", turn):
+            self.shards.gather(
+                [result],
+                [call.address(call.target, turn)],
+                dtype=call.request.dtype,
+                count=call.chunks[turn].count,
+                shards=call.shards,
+                in_place=call.request.in_place,
+            )
         self._tick(args.NODES_GATHERED, call.kernels)
 
     def _join(self, kernels: Any) -> None:
@@ -384,7 +505,16 @@ class CudaAcross(Across):
         if self._line is not None:
             for way in (self._line.up, self._line.down):
                 self._follow(kernels, way.stream)
-        self._tick(args.NODES_ENDED, kernels)
+
+    def _stage(
+        self, stream: Any, name: str, turn: int, *, message: bool = False
+    ) -> AbstractContextManager[None]:
+        """Records what the block enqueues, if stages are recorded."""
+        if self.trace is None or is_capturing(stream):
+            return _UNTRACED
+        if self._stamps is None:
+            self._stamps = Stamps(self.trace, self._ordinal)
+        return self._stamps.stage(stream, name, message=message, chunk=turn)
 
     # ---- details --------------------------------------------------------------------------------
 
@@ -396,7 +526,7 @@ class CudaAcross(Across):
         return node, address, call.chunks[turn].owned * call.request.dtype.itemsize
 
     def _tick(self, word: int, kernels: Any) -> None:
-        if self._progress is not None:
+        if self.owner:
             self._progress.tick(word, kernels)
 
     def _follow(self, stream: Any, other: Any) -> None:
@@ -408,11 +538,13 @@ class CudaAcross(Across):
         with on_device(self._ordinal), cuda_errors("making an event"):
             return cupy_module().cuda.Event(disable_timing=True)
 
-    def _difference(self, side: int, theirs: GarHeader) -> str:
+    def _difference(self, side: int, mine: GarHeader, theirs: GarHeader) -> str:
         """What to say of a neighbour's call that is not this rank's."""
-        assert self._progress is not None
-        self._header.sequence = self._progress.state()[args.NODES_BEGUN]
-        return self.difference(self.nodes.this + (-1, 1)[side], self._header, theirs)
+        return self.difference(self.nodes.this + (-1, 1)[side], mine, theirs)
+
+
+def _nothing() -> None:
+    """What follows the abort of connections that carried nothing yet."""
 
 
 def _slots_for(depth: int) -> int:

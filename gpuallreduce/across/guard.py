@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from gpuallreduce.across.cuda_moves import CudaMoves
 from gpuallreduce.across.in_step import GRACE_S, InStep
 from gpuallreduce.across.line import Line
 from gpuallreduce.across.progress import Progress
 from gpuallreduce.across.watch import Watch
 from gpuallreduce.args import GarHeader
 from gpuallreduce.errors import Aborted, DeviceError, Error, MismatchError, Timeout
+from gpuallreduce.fabric.nccl_ending import Endable, abort_together
 from gpuallreduce.orchestrator import Orchestrator
 
 __all__ = ["Guard"]
@@ -28,11 +30,11 @@ class Guard:
 
     NOTE the end of calls. On a GPU a message waits for its peer for ever, and kernels behind it
     never begin, so their limits do not count. This thread sees how far the GPU has come, what other
-    ranks told, and what NCCL found. It first aborts NCCL, then lets the GPU go on (NOTE halts of
-    nodes.cuh), then ends the node's ranks.
+    ranks told, and what NCCL found. It first tells NCCL to end (NOTE aborts of NCCL), then ends the
+    node's ranks, then lets the GPU go on (NOTE halts of nodes.cuh).
 
     Attributes:
-        timeout: seconds that one wait for another node may last; None: no limit.
+        connecting: whether the rank's host waits for others, with a limit of its own.
     """
 
     def __init__(
@@ -41,29 +43,45 @@ class Guard:
         orchestrator: Orchestrator,
         *,
         line: Line | None,
-        progress: Progress | None,
-        explain: Callable[[int, GarHeader], str],
+        moves: CudaMoves,
+        progress: Progress,
+        explain: Callable[[int, GarHeader, GarHeader], str],
         awaited: str,
+        interrupt: Callable[[], None],
     ) -> None:
         """For a rank.
 
         Args:
             in_step: what others told, and to tell others.
             orchestrator: of this node's ranks.
-            line, progress: of a rank that talks to other nodes.
-            explain: what to say of a neighbour's call that differs: number 0 or 1, and its header.
+            line: of a rank that owns a shard.
+            moves: all ranks' connection.
+            progress: of this rank.
+            explain: what to say of a neighbour's call that differs: number 0 or 1, this rank's
+                header and its.
             awaited: names of the ranks that this one waits for.
+            interrupt: makes this rank's host wait for others no more.
         """
-        self.timeout: float | None = None
+        self._timeout: float | None = None
+        self.connecting = False
         self._in_step, self._orchestrator = in_step, orchestrator
-        self._line, self._progress = line, progress
-        self._explain, self._awaited = explain, awaited
+        self._line, self._moves, self._progress = line, moves, progress
+        self._explain, self._awaited, self._interrupt = explain, awaited, interrupt
         self._failure: Error | None = None
         self._failing = threading.RLock()
+        self._ended = False
         self._state: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._watch = Watch(self.look)
         orchestrator.reason = self._reason
+
+    def set_timeout(self, timeout: float | None) -> None:
+        """Seconds that one wait of the next call may last; None: no limit. While others run, what
+        they were given holds too, if it is longer.
+        """
+        if self._progress.waiting() and timeout is not None:
+            timeout = None if self._timeout is None else max(self._timeout, timeout)
+        self._timeout = timeout
 
     def start(self) -> None:
         """Begins to watch. Idempotent."""
@@ -78,13 +96,21 @@ class Guard:
         with self._failing:
             if isinstance(error, Error):
                 self._failure = self._failure or error
+            if self._ended:
+                return
+            self._ended = True
             self._in_step.give_up(error)
+            self._interrupt()
+            self._progress.stop()
+            connections: list[Endable] = [self._moves]
             if self._line is not None:
-                self._line.abort()
-            if self._progress is not None:
-                self._progress.halt()
-            if not self._orchestrator.aborted:
-                self._orchestrator.abort()
+                connections.append(self._line)
+            abort_together(connections, self._let_go)
+
+    def _let_go(self) -> None:
+        if not self._orchestrator.aborted:
+            self._orchestrator.abort()
+        self._progress.halt()
 
     def conclude(self, error: Error) -> Error:
         """Ends the calls of all ranks after a call could not be enqueued; why, as far as known."""
@@ -111,18 +137,21 @@ class Guard:
                 if self._orchestrator.aborted:
                     self.fail(self._orchestrator.diagnose())
                     return False
-                self._look_at_line()
-                if self._progress is not None:
-                    self._look_at(self._progress)
+                self._look_at_nccl()
+                self._look_at(self._progress)
             except Error as error:
                 self.fail(error)
                 return False
+            except Exception as error:  # what nobody thought of must not leave ranks waiting
+                self.fail(DeviceError(f"looking after calls failed: {error!r}"))
+                return False
         return True
 
-    def _look_at_line(self) -> None:
+    def _look_at_nccl(self) -> None:
         try:
             if self._line is not None:
                 self._line.check()
+            self._moves.check()
         except DeviceError as error:
             raise self.better(error) from error
 
@@ -150,16 +179,21 @@ class Guard:
             self._in_step.starts_to_wait()
             return
         self._in_step.look()
-        if self.timeout is None:
+        if self._timeout is None or self.connecting:
             return
         begun, met, folded, gathered, _ = state
         # See NOTE who gives up first.
-        limit = self.timeout + (GRACE_S if met < begun else 0)
+        limit = self._timeout + (GRACE_S if met < begun else 0)
+        if self._line is None or progress.meeting():
+            limit = 2 * self._timeout + GRACE_S
         if now - self._since <= limit:
             return
         if met < begun:
             raise Timeout(f"waited {limit:g} s for {self._awaited} to make the same call")
+        if progress.meeting():
+            raise Timeout(f"waited {limit:g} s for all ranks to make the same call")
+        others = f"a message from {self._awaited}" if self._awaited else "the other ranks"
         raise Timeout(
-            f"waited {limit:g} s for a message from {self._awaited}: of the present call this node "
-            f"has folded {folded} chunks, and {gathered} have come back finished"
+            f"waited {limit:g} s for {others}: of the present call this node has folded {folded} "
+            f"chunks, and {gathered} have come finished"
         )

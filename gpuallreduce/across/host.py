@@ -6,17 +6,20 @@ Knows nothing of how a node's ranks address each other, nor of how an engine mov
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from gpuallreduce.across.base import Across
 from gpuallreduce.across.chunks import Chunk, chunks_of
+from gpuallreduce.across.host_moves import HostMoves, address_of, aligned
 from gpuallreduce.across.in_step import GRACE_S
 from gpuallreduce.across.shards import NodeShards
 from gpuallreduce.args import GarHeader
+from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.errors import Aborted, MismatchError
 from gpuallreduce.fabric.mpi import Mpi
@@ -29,7 +32,6 @@ from gpuallreduce.types import DTYPES, OPS
 __all__ = ["HostAcross"]
 
 Array = np.ndarray[Any, Any]
-ALIGNMENT = 64
 _UNTRACED = nullcontext()
 
 
@@ -98,22 +100,26 @@ class HostAcross(Across):
         self._aborted = False
         self._calls = 0
         self._pump = Pump(self._in_step.listen)
+        self._moves = HostMoves(mpi, self._watch, self._wait)
         self._line: Mpi | None = None
         if self.owner:
             line = [nodes.ranks_of(node)[nodes.local_rank] for node in range(self.nnodes)]
             self._line = mpi.over(line, tag=nodes.local_rank)
 
-    def allreduce(self, source: int, target: int, plan: Plan, *, detail: int = 0) -> None:
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        plan: Plan,
+        *,
+        detail: int = 0,
+        asked: Request | None = None,
+    ) -> None:
         """See Across."""
-        request = plan.request
-        in_rank_order = request.order == "rank"
-        self._pump.begin()
-        try:
-            self._in_step.meet(request, detail, self.timeout)
-            self._agree(self.header(plan, detail))
+        with self._in_call(plan, detail, asked or plan.request):
             call = self._call(source, target, plan)
             lag = self.lag(plan)
-            if in_rank_order:
+            if plan.request.order == "rank":
                 self._expect_seed(call, 0)
             for turn in range(len(call.chunks) + lag):
                 if turn < len(call.chunks):
@@ -122,6 +128,28 @@ class HostAcross(Across):
                     self._gather(call, turn - lag)
             for flight in call.flights:
                 self._settle(flight)
+
+    def move(self, bound: Bound, plan: Plan, *, detail: int = 0) -> None:
+        """See Across."""
+        with self._in_call(plan, detail, plan.request):
+            if not self.neighbours_suffice:
+                self._moves.meet(self.shards.timeout)  # see NOTE all before data
+            request = plan.request
+            if request.collective == "broadcast":
+                self._moves.broadcast(bound, request.nbytes, request.root)
+            else:
+                self._moves.all_gather(bound, request.nbytes)
+
+    @contextmanager
+    def _in_call(self, plan: Plan, detail: int, asked: Request) -> Iterator[None]:
+        """A call, which begins once this rank's node and its neighbours are known to make it too;
+        if it fails, it ends on all ranks.
+        """
+        self._pump.begin()
+        try:
+            self._in_step.meet(asked, detail, self.timeout)
+            self._agree(self.header(replace(plan, request=asked), detail))
+            yield
             self._in_step.ended()
         except BaseException as error:  # KeyboardInterrupt too: the others must not wait
             self._end(error)
@@ -150,6 +178,7 @@ class HostAcross(Across):
         self.shards.orchestrator.abort()
         if self._line is not None:
             self._line.abort()
+        self._moves.abort()
         self.nodes.everyone.interrupt()  # nobody is to wait for this rank in a stage
 
     def close(self) -> None:
@@ -157,6 +186,7 @@ class HostAcross(Across):
         self._pump.close()
         if self._line is not None:
             self._line.close()
+        self._moves.close()
         self._in_step.leave()
         self.nodes.everyone.close()
 
@@ -201,10 +231,10 @@ class HostAcross(Across):
             wide = DTYPES[request.dtype.accumulator].numpy
             most = max(chunk.owned for chunk in chunks)
             for _ in range(min(len(chunks), self.lag(plan) + 2)):
-                seed = _aligned(most if shards.seeded else 0, wide)
-                partial = _aligned(0 if shards.rounded else most, wide)
-                result = _aligned(most, request.dtype.numpy)
-                theirs = _aligned(most if self._swaps(request) else 0, request.dtype.numpy)
+                seed = aligned(most if shards.seeded else 0, wide)
+                partial = aligned(0 if shards.rounded else most, wide)
+                result = aligned(most, request.dtype.numpy)
+                theirs = aligned(most if self._swaps(request) else 0, request.dtype.numpy)
                 flights.append(_Flight(seed, partial, result, theirs))
         return _Call(request, source, target, shards, chunks, flights)
 
@@ -219,9 +249,9 @@ class HostAcross(Across):
                 self._expect_seed(call, turn + 1)
                 with self._span("wait seed", call, turn):
                     self._wait(flight.awaited.pop("seed"))
-                seed = _address(flight.seed)
+                seed = address_of(flight.seed)
             self._settle(flight)
-            output = _address(flight.result if call.shards.rounded else flight.partial)
+            output = address_of(flight.result if call.shards.rounded else flight.partial)
         with self._span("reduce", call, turn):
             self.shards.reduce(
                 [call.address(call.source, turn)],
@@ -257,10 +287,10 @@ class HostAcross(Across):
                     self._wait(flight.awaited.pop("result"))
             if call.request.order == "rank" and 0 < here < self.nnodes - 1:
                 flight.sends.append(self._send(here - 1, flight.result[: chunk.owned]))
-            result = _address(flight.result)
+            result = address_of(flight.result)
             if self._swaps(call.request):
                 self._combine(call.request, flight.result, flight.theirs, chunk.owned)
-                result = _address(flight.theirs)
+                result = address_of(flight.theirs)
         with self._span("gather", call, turn):
             self.shards.gather(
                 [result],
@@ -298,10 +328,7 @@ class HostAcross(Across):
         assert self._line is not None
         op = OPS["sum"] if call.request.op.name == "avg" else call.request.op
         message = self._line.iall_reduce(shard, call.request.dtype, op)
-        if self.trace is not None:
-            self.trace.watch(message, "engine", bytes=shard.nbytes)
-        self._pump.watch(message)
-        return message
+        return self._watch(message, "engine", bytes=shard.nbytes)
 
     def _span(self, name: str, call: _Call, turn: int) -> AbstractContextManager[None]:
         """Records a stage of a chunk, if stages are recorded."""
@@ -314,17 +341,17 @@ class HostAcross(Across):
 
     def _send(self, node: int, buffer: Array) -> Message:
         assert self._line is not None
-        message = self._line.isend(node, buffer)
-        if self.trace is not None:
-            self.trace.watch(message, "send", node=node, bytes=buffer.nbytes)
-        self._pump.watch(message)
-        return message
+        return self._watch(self._line.isend(node, buffer), "send", node=node, bytes=buffer.nbytes)
 
     def _receive(self, node: int, buffer: Array) -> Message:
         assert self._line is not None
         message = self._line.irecv(node, buffer)
+        return self._watch(message, "receive", node=node, bytes=buffer.nbytes)
+
+    def _watch(self, message: Message, name: str, **values: int) -> Message:
+        """Lets the pump drive a message, and records it if stages are recorded."""
         if self.trace is not None:
-            self.trace.watch(message, "receive", node=node, bytes=buffer.nbytes)
+            self.trace.watch(message, name, **values)
         self._pump.watch(message)
         return message
 
@@ -337,14 +364,3 @@ class HostAcross(Across):
     def _wait(self, message: Message, limit: float | None = None) -> None:
         self._in_step.starts_to_wait()
         self._pump.wait(message, limit or self.timeout, self._in_step.look)
-
-
-def _aligned(count: int, dtype: np.dtype[Any]) -> Array:
-    """An array whose first element lies where kernels may use whole vectors."""
-    raw = np.empty(count * dtype.itemsize + ALIGNMENT, np.uint8)
-    skip = -_address(raw) % ALIGNMENT
-    return raw[skip : skip + count * dtype.itemsize].view(dtype)
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -19,7 +19,7 @@ __all__ = ["SHARD_CHUNK_BYTES", "Pace", "Ways", "pace"]
 # What is tried, unless the array is shorter: below, MPI over TCP was slower at any rate.
 SHARD_CHUNK_BYTES = (64 << 10, 16 << 20)
 SLOT_GRAIN_BYTES = 128 * 16  # shards take whole slots: multiples of 128 elements, however wide
-LEAST_DEPTH = 8  # without an order of nodes: what comes late once does not hold up the others
+LEAST_DEPTH = 4  # without an order of nodes: what comes late once does not hold up the others
 MOST_TURNS = 16  # of a hop
 NEARLY = 1.01  # of chunks that cost as good as the same the shortest hold the least memory
 
@@ -45,6 +45,7 @@ class Ways:
         net_through_link: what goes to other nodes takes a rank's link inside its node too.
         least_turns: of a hop.
         buffer_bytes: what a rank may hold of chunks under way.
+        most_shard_bytes: the longest shard of a chunk, whatever the model says of longer ones.
     """
 
     nnodes: int
@@ -62,6 +63,7 @@ class Ways:
     net_through_link: bool = False
     least_turns: int = 1
     buffer_bytes: int = 64 << 20
+    most_shard_bytes: int = SHARD_CHUNK_BYTES[1]
 
 
 class Pace(NamedTuple):
@@ -192,11 +194,12 @@ def _time_us(order: str, chunks: float, depth: int, ways: Ways, stages: _Stages)
     )
 
 
-def _tried(shard_bytes: int, room_bytes: int) -> Iterator[int]:
+def _tried(shard_bytes: int, room_bytes: int, ways: Ways) -> Iterator[int]:
     """Bytes of a chunk's shard: powers of two and the most that there is room for, evened out over
     the array, in whole cache lines.
     """
     each, most = SHARD_CHUNK_BYTES
+    most = min(most, ways.most_shard_bytes)
     most = max(each, min(most, room_bytes // SLOT_GRAIN_BYTES * SLOT_GRAIN_BYTES))
     while True:
         pieces = -(-shard_bytes // each)
@@ -252,7 +255,7 @@ def pace(
         return Pace(chunk_bytes // itemsize, depth or least_depth, cost)
     found: list[Pace] = []
     room_bytes = int(ways.buffer_bytes / ((least_depth + 2) * _held(order, wide, ways)))
-    for shard in _tried(shard_bytes, room_bytes):
+    for shard in _tried(shard_bytes, room_bytes, ways):
         depth, cost = at(shard)
         if depth is not None or not found:
             count = chunk_count(shard, itemsize, ways.nshards)

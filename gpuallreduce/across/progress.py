@@ -24,7 +24,7 @@ POST, CHECK, TICK = (
     Kernel(f"nodes_{name}", "nodes.cuh", name, arguments="GarNodesArgs")
     for name in ("post_call", "check_call", "tick")
 )
-NWORDS = 7
+NWORDS = 8
 HALT_S = 600.0  # a process that can no longer halt anything will soon be gone with its streams
 # One shape for all: a kernel is one thread.
 GRID = BLOCK = (1, 1, 1)
@@ -58,7 +58,7 @@ class Progress:
         self.mine = self._headers.address
         self.theirs = (self.mine + HEADER_BYTES, self.mine + 2 * HEADER_BYTES)
         seen = self._pages.address + NWORDS * LINE_BYTES
-        self._seen = [GarHeader.from_address(seen + i * HEADER_BYTES) for i in range(2)]
+        self._seen = [GarHeader.from_address(seen + i * HEADER_BYTES) for i in range(3)]
         self._args = GarNodesArgs(
             mine=self.mine,
             theirs=self.theirs[0],
@@ -94,9 +94,15 @@ class Progress:
         self._args.word = word
         self._launch(TICK, stream)
 
+    def stop(self) -> None:
+        """To be called before messages are ended: nothing behind the GPU's next step runs until
+        ``halt``.
+        """
+        self._device.store_release(self._pages.address + args.NODES_HALTED * LINE_BYTES, 1)
+
     def halt(self) -> None:
         """Lets the GPU go on once no message can be sent any more; see NOTE halts in nodes.cuh."""
-        self._device.store_release(self._pages.address + args.NODES_HALTED * LINE_BYTES, 1)
+        self._device.store_release(self._pages.address + args.NODES_HALTED * LINE_BYTES, 2)
 
     def state(self) -> tuple[int, ...]:
         """Calls begun and met, chunks folded and gathered, calls ended."""
@@ -106,10 +112,16 @@ class Progress:
         """Whether a call has begun and not ended."""
         return self._word(args.NODES_ENDED) != self._word(args.NODES_BEGUN)
 
-    def differing(self) -> tuple[int, GarHeader] | None:
-        """The neighbour whose call differs, 0 before and 1 behind, and its header; once seen."""
+    def meeting(self) -> bool:
+        """Whether the GPU waits for all ranks of the job to come."""
+        return self._word(args.NODES_MEETING) % 2 == 1
+
+    def differing(self) -> tuple[int, GarHeader, GarHeader] | None:
+        """The neighbour whose call differs, 0 before and 1 behind, this rank's header and its; once
+        seen.
+        """
         number = self._word(args.NODES_DIFFERS)
-        return (number - 1, self._seen[number - 1]) if number else None
+        return (number - 1, self._seen[2], self._seen[number - 1]) if number else None
 
     def close(self) -> None:
         """Gives the memory back; no call may be running."""

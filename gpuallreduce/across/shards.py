@@ -7,6 +7,7 @@ Knows nothing of other nodes, nor of how shards travel between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gpuallreduce import tuner
 from gpuallreduce.devices.base import LaunchArgs
@@ -52,7 +53,7 @@ class NodeShards:
         self.orchestrator = orchestrator or Orchestrator(
             placement.transport, placement.device, placement.topology
         )
-        self._plans: dict[tuple[Request, Forced], tuple[Plan, tuple[LaunchArgs, ...]]] = {}
+        self._plans: dict[Any, tuple[Plan, tuple[LaunchArgs, ...]]] = {}
 
     def reduce(
         self,
@@ -145,7 +146,8 @@ class NodeShards:
             self.transport.close(self.orchestrator.departed)
 
     def _run(self, request: Request, forced: Forced, addresses: Addresses) -> None:
-        kept = self._plans.get((request, forced))
+        key = request, forced, self.timeout
+        kept = self._plans.get(key)
         if kept is None:
             if len(self._plans) >= KEPT_PLANS:
                 self.forget()
@@ -154,5 +156,5 @@ class NodeShards:
                 self.orchestrator.arguments(plan, rank, timeout_s=self.timeout)
                 for rank in self.transport.ranks
             )
-            kept = self._plans[request, forced] = (plan, args)
+            kept = self._plans[key] = (plan, args)
         self.orchestrator.run(*kept, addresses)

@@ -28,6 +28,7 @@ HOW_TO_INSTALL = (
 # containers. Other MPI libraries than Open MPI do not look at these.
 _SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GRACE_S = 5.0
 
 
@@ -48,7 +49,7 @@ def node_names(sizes: Sequence[int]) -> list[str]:
     return [f"node{number}" for number in range(len(sizes))]
 
 
-def launch_nodes(sizes: Sequence[int], command: Sequence[str]) -> int:
+def launch_nodes(sizes: Sequence[int], command: Sequence[str], *, gpus: int = 0) -> int:
     """Runs ``command`` once per rank and waits for all. Ranks are numbered node by node.
 
     The ranks find their nodes in ``GPUALLREDUCE_NODE``: node0, node1 and so on. Rank 0 has this
@@ -58,6 +59,8 @@ def launch_nodes(sizes: Sequence[int], command: Sequence[str]) -> int:
     Args:
         sizes: ranks of each node.
         command: program and arguments.
+        gpus: GPUs that this process sees. Each node sees its share of them, one for a rank (again
+            the first after the last), and NCCL takes it for a machine.
 
     Returns:
         mpirun's status: 0 if all ranks succeeded.
@@ -71,7 +74,7 @@ def launch_nodes(sizes: Sequence[int], command: Sequence[str]) -> int:
             f"expected at least one node, ranks on each and a command, found nodes {list(sizes)} "
             f"and command {list(command)}"
         )
-    words = _mpirun(sizes, command)
+    words = _mpirun(sizes, command, gpus)
     variables = {**_SETTINGS, **os.environ}
     if os.geteuid() == 0:
         variables |= dict.fromkeys(_AS_ROOT, "1")
@@ -105,12 +108,24 @@ def find_mpirun(what: str) -> tuple[str, bool]:
     return mpirun, any(name in version for name in ("Open MPI", "OpenRTE", "PRRTE"))
 
 
-def _mpirun(sizes: Sequence[int], command: Sequence[str]) -> list[str]:
+def _mpirun(sizes: Sequence[int], command: Sequence[str], gpus: int) -> list[str]:
     """mpirun with one part of its command line for each node."""
     mpirun, open_mpi = find_mpirun("a job of several nodes")
     # Other launchers take more ranks than cores as they are.
     words = [mpirun, *(["--oversubscribe", "--bind-to", "none"] if open_mpi else [])]
+    first = 0
     for number, (size, name) in enumerate(zip(sizes, node_names(sizes), strict=True)):
         words += [":"] if number else []
-        words += ["-n", str(size), "env", f"{NODE}={name}", *command]
+        words += ["-n", str(size), "env", f"{NODE}={name}"]
+        if gpus:
+            words += [f"NCCL_HOSTID={name}", f"{VISIBLE}={','.join(_share(first, size, gpus))}"]
+        words += command
+        first += size
     return words
+
+
+def _share(first: int, size: int, gpus: int) -> list[str]:
+    """The GPUs of ``size`` ranks from rank ``first`` on, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get(VISIBLE)
+    visible = named.split(",") if named else [str(number) for number in range(gpus)]
+    return list(dict.fromkeys(visible[rank % gpus] for rank in range(first, first + size)))

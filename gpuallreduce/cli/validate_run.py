@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if identity is not None:
         return _as_rank(args, identity, level)
     if args.nodes is not None:
-        return launch_nodes(args.nodes, module_command("gpuallreduce", "validate", *_again(args)))
+        gpus = device_count() if args.device == "cuda" else 0
+        command = module_command("gpuallreduce", "validate", *_again(args))
+        return launch_nodes(args.nodes, command, gpus=gpus)
     if args.against is not None:
         return _against_nccl(args, level)
     runner, nranks = _runner(args)

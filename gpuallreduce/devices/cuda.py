@@ -10,7 +10,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -173,15 +174,26 @@ class CudaDevice(ControlWords):
     ) -> None:
         collecting = gc.isenabled()
         gc.disable()  # see NOTE one thread launches all local ranks
-        self._launcher = threading.get_ident()
+        outer, self._launcher = self._launcher, threading.get_ident()
         try:
             with _launching, cuda_errors("launching a call"):
                 for lane, function, each in zip(self.lanes, functions, arguments, strict=True):
                     lane.launch(function, nblocks, nthreads, each)
         finally:
-            self._launcher = None
+            self._launcher = outer
             if collecting:
                 gc.enable()
+
+    @contextmanager
+    def in_one_call(self) -> Iterator[None]:
+        """Everything launched in the block is one call: a signal handler that runs meanwhile cannot
+        end what it needs; see ``in_signal_handler``.
+        """
+        outer, self._launcher = self._launcher, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._launcher = outer
 
     def arena_of(self, local: int) -> Any:
         """See cuda_arrays.Mover."""

@@ -229,8 +229,7 @@ class Mpi:
         start, length = (address, nbytes) if source is None else _memory(source, written=False)
         if length != nbytes:
             raise InvalidArgument(f"{length} bytes cannot be reduced to {nbytes} bytes")
-        others = (self.ranks[rank] for rank in range(self.nranks) if rank != self.rank)
-        what = f"the all-reduce of {nbytes} bytes with {self._labels.names(others)}"
+        what = f"the all-reduce of {nbytes} bytes with {self._others()}"
         request = Request(self, what, keep=(buffer, source))
         if self.nranks > 1:
             result = _view(address, nbytes).view(row.numpy)
@@ -243,6 +242,45 @@ class Mpi:
             return self._comm.Iallreduce(sent, memory, how.op)
 
         return self._start(request, address, nbytes, reduce, how)
+
+    def ibroadcast(self, buffer: Buffer, root: int) -> Request:
+        """Starts a broadcast: every rank's buffer gets the bytes of the root's. Raises as
+        ``isend``.
+        """
+        address, nbytes = _memory(buffer, written=root != self.rank)
+        what = f"the broadcast of {nbytes} bytes from {self._peer(root)}"
+        bcast = self._comm.Ibcast
+        request = Request(self, what, keep=buffer)
+        return self._start(request, address, nbytes, lambda memory, _: bcast(memory, root))
+
+    def iall_gather(self, source: Buffer, buffer: Buffer) -> Request:
+        """Starts an all-gather: block r of every buffer gets the bytes of rank r's source. Raises
+        as ``isend``; a source has at most 1 GiB.
+        """
+        (start, nbytes), (address, total) = (
+            _memory(source, written=False),
+            _memory(buffer, written=True),
+        )
+        if total != self.nranks * nbytes or nbytes > _PIECE_BYTES:
+            raise InvalidArgument(
+                f"{nbytes} bytes cannot be gathered from {self.nranks} ranks to {total} bytes: "
+                f"bring as many blocks, of at most {_PIECE_BYTES} bytes"
+            )
+        gathered = [self.mpi.buffer.fromaddress(address, total), self.mpi.BYTE]
+        gather = self._comm.Iallgather
+        what = f"the all-gather of {nbytes} bytes with {self._others()}"
+        request = Request(self, what, keep=(source, buffer))
+        return self._start(request, start, nbytes, lambda memory, _: gather(memory, gathered))
+
+    def ibarrier(self) -> Request:
+        """Starts a barrier: it is complete once every rank has started it."""
+        request = Request(self, f"{self._others()} to come")
+        return self._start(request, 0, 0, lambda *_: self._comm.Ibarrier())
+
+    def _others(self) -> str:
+        return self._labels.names(
+            self.ranks[rank] for rank in range(self.nranks) if rank != self.rank
+        )
 
     def check_pair(self, dtype: Any, op: Any) -> None:
         """Raises NotSupported if a dtype cannot be reduced with an operator."""

@@ -6,6 +6,7 @@ once; the sums follow NCCL's own order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from gpuallreduce.devices.cuda_runtime import cupy_module
 from gpuallreduce.errors import Aborted, Closed, DeviceError, InvalidArgument, NotSupported
+from gpuallreduce.fabric.nccl_ending import abort_together, in_time
 from gpuallreduce.fabric.nccl_library import (
     in_progress,
     nccl_errors,
@@ -25,6 +27,8 @@ from gpuallreduce.fabric.nccl_types import BYTE, Element, element, text_of_versi
 from gpuallreduce.types import dtype_of, op_of
 
 __all__ = ["Exchange", "Nccl", "Transfer"]
+
+USED_S = 1.0  # for a thread to come out of NCCL before an abort
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Nccl:
         self.nranks = len(self.ranks) if nranks is None else nranks
         self._comms: list[Any] = []
         self._aborted = self._closed = False
+        self._using = threading.RLock()
         start = agree(self.devices, self.ranks, self.nranks, exchange)
         self._shared_gpu = start.shared_gpu
         self._connect(start.unique_id)
@@ -173,6 +178,10 @@ class Nccl:
         single = len(calls) == 1
 
         def call() -> None:
+            with self._using:
+                enqueued()
+
+        def enqueued() -> None:
             try:
                 if single:
                     calls[0][0](*calls[0][1])
@@ -262,6 +271,16 @@ class Nccl:
         """
         if self._aborted or self._closed:
             return
+        if not self._using.acquire(blocking=False):
+            return  # a thread is inside NCCL; the next look will do
+        try:
+            self._check()
+        finally:
+            self._using.release()
+
+    def _check(self) -> None:
+        if self._aborted:
+            return
         for rank, comm in zip(self.ranks, self._comms, strict=True):
             try:
                 with nccl_errors(f"NCCL work of rank {rank}"):
@@ -272,17 +291,32 @@ class Nccl:
 
     def abort(self) -> None:
         """Ends all work that is enqueued, without waiting for peers; from any thread."""
+        abort_together([self], lambda: None)
+
+    def tell_abort(self) -> None:
+        """See nccl_ending.Endable. No thread may be inside NCCL with these communicators meanwhile;
+        one that does not come out, since it waits for a peer there, is not waited for.
+        """
         self._aborted = True
-        for comm in self._comms:
-            comm.abort()
+        alone = self._using.acquire(timeout=USED_S)
+        try:
+            for comm in self._comms:
+                comm.abort()
+        finally:
+            if alone:
+                self._using.release()
 
     def close(self) -> None:
         """Waits for the work of this process's ranks and gives everything back. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for comm in self._comms:
-            comm.destroy()
+
+        def destroy() -> None:
+            for comm in self._comms:
+                comm.destroy()
+
+        in_time(destroy)
 
     def __enter__(self) -> Nccl:
         """Itself; the end of the block closes it."""
@@ -309,8 +343,6 @@ class Nccl:
         """One group of calls. The last sequence are the streams."""
         if self._closed:
             raise Closed(f"{what} was asked of NCCL communicators that are closed")
-        if self._aborted:
-            raise Aborted(f"{what} was asked of NCCL communicators that were aborted")
         for sequence in sequences:
             if len(sequence) != len(self.ranks):
                 raise InvalidArgument(
@@ -320,5 +352,8 @@ class Nccl:
         streams = sequences[-1]
         if self._shared_gpu and len(set(streams)) < len(streams):
             raise InvalidArgument(f"{what}: ranks that share a GPU need a stream each")
-        with nccl_errors(f"NCCL {what}"), nccl_group():
-            yield
+        with self._using:
+            if self._aborted:
+                raise Aborted(f"{what} was asked of NCCL communicators that were aborted")
+            with nccl_errors(f"NCCL {what}"), nccl_group():
+                yield

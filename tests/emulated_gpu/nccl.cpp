@@ -170,6 +170,7 @@ NCCL_API int ncclCommDestroy(void* handle) {
   });
 }
 
+// Tells at once, and waits for the streams then; within a group once it ends.
 NCCL_API int ncclCommAbort(void* handle) {
   return guarded([&] {
     const Comm comm = remove_handle(handle);
@@ -181,7 +182,11 @@ NCCL_API int ncclCommAbort(void* handle) {
     }
     comm->changed.notify_all();
     if (comm->shared) comm->shared->set_health(comm->rank, Health::kAborted);
-    comm->drain();
+    if (group.depth > 0) {
+      group.aborted.push_back(comm);
+    } else {
+      comm->let_go();
+    }
   });
 }
 

@@ -66,6 +66,7 @@ struct Group {
   Result result = kSuccess;
   std::vector<Setup> setups;
   std::vector<Enqueued> works;
+  std::vector<Comm> aborted;
 };
 
 inline thread_local Group group;
@@ -241,6 +242,7 @@ inline void add_task(const Comm& comm, const Task& task, Stream stream) {
 inline void end_group() {
   const std::vector<Group::Setup> setups = std::exchange(group.setups, {});
   const std::vector<Group::Enqueued> works = std::exchange(group.works, {});
+  for (const Comm& comm : std::exchange(group.aborted, {})) comm->let_go();
   const Result result = std::exchange(group.result, kSuccess);
   if (result != kSuccess) {
     for (const Group::Setup& setup : setups) {

@@ -64,6 +64,12 @@ struct Communicator {
     changed.wait_for(guard, std::chrono::duration<double>(limit_s()), [&] { return aborted || closed; });
   }
 
+  // Streams have come past everything that was enqueued, or the limit is over: what an abort waits for.
+  void let_go() {
+    std::unique_lock<std::mutex> guard(lock);
+    changed.wait_for(guard, std::chrono::duration<double>(limit_s()), [&] { return !busy && turn == issued; });
+  }
+
   // Everything enqueued has run, or the limit is over.
   bool drain() {
     std::unique_lock<std::mutex> guard(lock);
