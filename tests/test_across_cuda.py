@@ -142,7 +142,7 @@ def test_nodes_together_give_the_bits_of_the_reference(layout, step):
 
 def test_chunks_fit_the_slots_whatever_is_asked_for():
     body = """
-    from gpuallreduce.across import cuda as module
+    from gpuallreduce.across import slots as module
     module.BUFFER_BYTES = 1 << 16
     comm = start()
     for order in ("rank", "any"):
@@ -267,11 +267,13 @@ MUTANT = """
 import inspect, textwrap
 from gpuallreduce.across import cuda as module
 method, wait = WAIT
-lines = textwrap.dedent(inspect.getsource(getattr(module.CudaAcross, method))).splitlines()
+owner = module.Turns if hasattr(module.Turns, method) else module.CudaAcross
+lines = textwrap.dedent(inspect.getsource(getattr(owner, method))).splitlines()
 (at,) = [i for i, line in enumerate(lines) if wait in line]
 lines[at] = lines[at][: len(lines[at]) - len(lines[at].lstrip())] + "pass"
-exec("\\n".join(lines), module.__dict__)
-setattr(module.CudaAcross, method, module.__dict__[method])
+space = sys.modules[owner.__module__].__dict__
+exec("\\n".join(lines), space)
+setattr(owner, method, space[method])
 comm = start(timeout=8)
 wrong = []
 def many():

@@ -9,116 +9,42 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gpuallreduce import args
 from gpuallreduce.across.base import Across
-from gpuallreduce.across.chunks import Chunk, chunks_of
+from gpuallreduce.across.chunks import chunks_of
 from gpuallreduce.across.cuda_moves import CudaMoves
 from gpuallreduce.across.guard import Guard
-from gpuallreduce.across.line import Line, Message, Way, agreed
+from gpuallreduce.across.line import Line, agreed
 from gpuallreduce.across.progress import HEADER_BYTES, Progress
-from gpuallreduce.across.rates import GPU_BUFFER_BYTES
 from gpuallreduce.across.shards import NodeShards
+from gpuallreduce.across.slots import SlotRoom, longest
 from gpuallreduce.across.stamps import Stamps
+from gpuallreduce.across.turns import Call, Turns
 from gpuallreduce.args import GarHeader
 from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.devices.cuda import CudaDevice, load
-from gpuallreduce.devices.cuda_memory import DeviceBlock
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
 from gpuallreduce.devices.cuda_streams import is_capturing
 from gpuallreduce.errors import Error, NotSupported
 from gpuallreduce.fabric.nccl import Nccl
 from gpuallreduce.fabric.nccl_ending import abort_together
 from gpuallreduce.plan import Plan, Request, Shards
-from gpuallreduce.types import DTYPES, OPS
+from gpuallreduce.types import OPS
 
-__all__ = ["BUFFER_BYTES", "CudaAcross"]
+__all__ = ["CudaAcross"]
 
-BUFFER_BYTES = GPU_BUFFER_BYTES  # of a GPU's memory, for shards under way
-LINE_BYTES = 128
 NO_LIMIT_S = 1e9
 KEPT_PLANS = 4096
 PAUSE_S = 0.001
 _UNTRACED = nullcontext()
 
 
-@dataclass
-class _Slots:
-    """Where shards lie that are under way, and the events by which streams follow each other. Slots
-    and events are taken in turn; a turn's own lie at its number modulo their count.
-
-    Attributes:
-        seeds, partials, results: address of the first slot of each kind.
-        stride: bytes from one slot to the next, by kind.
-        folded: recorded behind the fold of a turn, on the call's stream.
-        lifted: behind a turn's messages on the way up.
-        lowered: behind a turn's messages on the way down, or its all-reduce.
-    """
-
-    count: int
-    seeds: int
-    partials: int
-    results: int
-    stride: tuple[int, int]
-    folded: list[Any]
-    lifted: list[Any]
-    lowered: list[Any]
-
-    def seed(self, turn: int) -> int:
-        """Accumulators that came from the node before."""
-        return self.seeds + turn % self.count * self.stride[0]
-
-    def partial(self, turn: int) -> int:
-        """Accumulators for the node behind."""
-        return self.partials + turn % self.count * self.stride[0]
-
-    def result(self, turn: int) -> int:
-        """Finished elements."""
-        return self.results + turn % self.count * self.stride[1]
-
-
-@dataclass
-class _Call:
-    """One call: where its array lies, and its chunks."""
-
-    request: Request
-    source: int
-    target: int
-    shards: Shards
-    chunks: list[Chunk]
-    lag: int
-    kernels: Any  # the stream that the call is ordered on
-    slots: _Slots | None
-
-    def address(self, base: int, turn: int) -> int:
-        """Where a chunk begins in an array."""
-        return base + self.chunks[turn].first * self.request.dtype.itemsize
-
-
 class CudaAcross(Across):
-    """As Across, for a rank on a GPU.
-
-    NOTE turns on streams. As in NOTE chain of nodes, with three streams. In turn t the call's own
-    stream folds chunk t and gathers chunk t - lag. The way up sends partial t - 1 and receives seed
-    t + 1 meanwhile; the way down receives result t and sends result t - 1 on. Turn t of node j is
-    started when turn t - 1 is done there, which needs no more than turn t + 1 of node j - 1 and
-    turn t - 3 of node j + 1 to have started on the way up, and turn t of node j + 1 and t - 2 of
-    node j - 1 on the way down: t + 2 j there, and t - j here, only fall, so waits form no circle.
-
-    NOTE one queue. Streams may share a queue of the GPU (CUDA_DEVICE_MAX_CONNECTIONS), where what
-    was enqueued first holds up the rest. So messages down are enqueued as many turns later as there
-    are nodes behind: then no rank has in front of one message another that needs a later one
-    elsewhere, whichever streams share.
-
-    NOTE slots between nodes. A slot is used again lag + 2 turns later, or after more. Nobody folds
-    chunk t before chunk t - lag - 1 is gathered, so its result had come back: partial and result of
-    that chunk had been received, thus sent. And no result of chunk t comes before chunk t is folded
-    here. So slots need no waits but those for what they hold. At its end a call's own stream waits
-    for both ways; a capture demands it.
-    """
+    """As Across, for a rank on a GPU. See turns.py for what its streams do."""
 
     engine = "NCCL"
 
@@ -143,10 +69,9 @@ class CudaAcross(Across):
         self._before, self._behind = here > 0, here < last
         orchestrator = shards.orchestrator
         around = [node for node in (here - 1, here + 1) if 0 <= node <= last]
-        self._buffer: DeviceBlock | None = None
+        self._room: SlotRoom | None = None
         self._loaded: dict[int, Plan] = {}
         self._stamps: Stamps | None = None
-        self._events: dict[int, tuple[list[Any], ...]] = {}
         with ExitStack() as stack:
             self._line = Line.connect(nodes, self._ordinal, owner=self.owner, timeout=timeout)
             self._moves = CudaMoves(nodes, device)
@@ -155,8 +80,8 @@ class CudaAcross(Across):
             problem: Error | None = None
             try:
                 if self.owner:
-                    self._buffer = DeviceBlock(self._ordinal, BUFFER_BYTES, zeros=0)
-                    stack.callback(self._buffer.free)
+                    self._room = SlotRoom(self._ordinal)
+                    stack.callback(self._room.close)
                 self._progress = Progress(
                     device,
                     abort=orchestrator.abort_address(),
@@ -175,6 +100,14 @@ class CudaAcross(Across):
                 problem = error
             agreed(nodes, problem, "NCCL's first messages", timeout)
             stack.pop_all()
+        self._turns = Turns(
+            here,
+            self.nnodes,
+            shards,
+            line=self._line,
+            progress=self._progress,
+            stage=self._stage,
+        )
         self._guard = Guard(
             self._in_step,
             orchestrator,
@@ -190,10 +123,7 @@ class CudaAcross(Across):
 
     def longest_chunk(self, request: Request, depth: int) -> int:
         """See Across: what slots have room for."""
-        itemsize = request.dtype.itemsize
-        wide = 2 * DTYPES[request.dtype.accumulator].itemsize if request.order == "rank" else 0
-        lines = BUFFER_BYTES // (_slots_for(depth) * (itemsize + wide) * LINE_BYTES)
-        return int(lines * LINE_BYTES) * self.nshards
+        return longest(request, depth) * self.nshards
 
     def check_pair(self, plan: Plan) -> None:
         """See Across. In rank order NCCL moves bytes only."""
@@ -221,9 +151,7 @@ class CudaAcross(Across):
         self._load(plan)
         asked = plan.request if asked is None else asked
         with self._in_call(plan, detail, asked, tells=self.owner) as kernels:
-            call = self._call(source, target, plan, kernels)
-            for turn in range(len(call.chunks) + call.lag):
-                self._turn(call, turn)
+            self._turns.run(self._call(source, target, plan, kernels))
 
     def move(self, bound: Bound, plan: Plan, *, detail: int = 0) -> None:
         """See Across. Enqueues; the host waits at the first such call only, for all ranks."""
@@ -318,8 +246,8 @@ class CudaAcross(Across):
             self._line.close()
         self._moves.close()
         self._progress.close()
-        if self._buffer is not None:
-            self._buffer.free()
+        if self._room is not None:
+            self._room.close()
         self._in_step.leave()
         self.nodes.everyone.close()
 
@@ -367,14 +295,14 @@ class CudaAcross(Across):
         for way in (up, down):
             self._follow(way.stream, kernels)
 
-    def _call(self, source: int, target: int, plan: Plan, kernels: Any) -> _Call:
+    def _call(self, source: int, target: int, plan: Plan, kernels: Any) -> Call:
         request = plan.request
         shards = self._shards_of(request)
         step, owner = plan.config.chunk_count, self.nodes.local_rank
         chunks = chunks_of(request.count, request.dtype.itemsize, self.nshards, owner, step)
-        depth = plan.config.depth
-        slots = self._slots(request, chunks, depth) if self.owner else None
-        return _Call(request, source, target, shards, chunks, self.lag(plan), kernels, slots)
+        room, depth = self._room, plan.config.depth
+        slots = None if room is None else room.slots(request, chunks, depth)
+        return Call(request, source, target, shards, chunks, self.lag(plan), kernels, slots)
 
     def _shards_of(self, request: Request) -> Shards:
         in_rank_order = request.order == "rank"
@@ -384,121 +312,6 @@ class CudaAcross(Across):
             rounded=not (in_rank_order and self._behind),
             fold_ranks=request.nranks,
         )
-
-    def _slots(self, request: Request, chunks: list[Chunk], depth: int) -> _Slots:
-        assert self._buffer is not None
-        count = _slots_for(depth)
-        most = -(-max(chunk.owned for chunk in chunks) // LINE_BYTES) * LINE_BYTES
-        wide = most * DTYPES[request.dtype.accumulator].itemsize if request.order == "rank" else 0
-        base = self._buffer.address
-        if count not in self._events:
-            self._events[count] = tuple([self._event() for _ in range(count)] for _ in range(3))
-        return _Slots(
-            count,
-            base,
-            base + count * wide,
-            base + 2 * count * wide,
-            (wide, most * request.dtype.itemsize),
-            *self._events[count],
-        )
-
-    # ---- a turn; see NOTE turns on streams ------------------------------------------------------
-
-    def _turn(self, call: _Call, turn: int) -> None:
-        in_rank_order, line, slots = call.request.order == "rank", self._line, call.slots
-        if line is not None and slots is not None and in_rank_order:
-            if turn == 0:
-                self._lift(call, line.up, slots, -1)
-            self._lift(call, line.up, slots, turn)
-        if turn < len(call.chunks):
-            self._fold(call, turn)
-        if line is not None and slots is not None:
-            if in_rank_order:
-                below = turn - (self.nnodes - 1 - self.nodes.this)
-                if below >= 0:  # see NOTE one queue
-                    self._lower(call, line.down, slots, below)
-            elif turn < len(call.chunks):
-                self._combine(call, line.up, slots, turn)
-        if turn >= call.lag:
-            self._gather(call, turn - call.lag)
-
-    def _lift(self, call: _Call, way: Way, slots: _Slots, turn: int) -> None:
-        """Sends the partial of the turn before, and receives the seed of the next."""
-        sends, receives, here = [], [], self.nodes.this
-        if self._behind and 1 <= turn <= len(call.chunks):
-            sends.append(self._wide(call, here + 1, slots.partial(turn - 1), turn - 1))
-        if self._before and turn + 1 < len(call.chunks):
-            receives.append(self._wide(call, here - 1, slots.seed(turn + 1), turn + 1))
-        if sends or receives:
-            if turn >= 1:
-                way.stream.wait_event(slots.folded[(turn - 1) % slots.count])
-            with self._stage(way.stream, "up", turn, message=True):
-                way.move(sends, receives)
-            slots.lifted[turn % slots.count].record(way.stream)
-
-    def _fold(self, call: _Call, turn: int) -> None:
-        slots, seed, output = call.slots, 0, 0
-        if slots is not None:
-            output = slots.result(turn) if call.shards.rounded else slots.partial(turn)
-            if call.shards.seeded:
-                seed = slots.seed(turn)
-                call.kernels.wait_event(slots.lifted[(turn - 1) % slots.count])
-        with self._stage(call.kernels, "reduce", turn):
-            self.shards.reduce(
-                [call.address(call.source, turn)],
-                [output],
-                dtype=call.request.dtype,
-                op=call.request.op,
-                count=call.chunks[turn].count,
-                shards=call.shards,
-                seeds=[seed] if call.shards.seeded else None,
-            )
-        self._tick(args.NODES_FOLDED, call.kernels)
-        if slots is not None:
-            slots.folded[turn % slots.count].record(call.kernels)
-
-    def _lower(self, call: _Call, way: Way, slots: _Slots, turn: int) -> None:
-        """Receives the result of this turn and sends that of the turn before on; the last node
-        sends what it has just folded.
-        """
-        sends, receives, here, nturns = [], [], self.nodes.this, len(call.chunks)
-        if not self._behind:
-            if turn < nturns:
-                way.stream.wait_event(slots.folded[turn % slots.count])
-                sends.append(self._narrow(call, here - 1, slots.result(turn), turn))
-        else:
-            if turn < nturns:
-                receives.append(self._narrow(call, here + 1, slots.result(turn), turn))
-            if self._before and 1 <= turn <= nturns:
-                sends.append(self._narrow(call, here - 1, slots.result(turn - 1), turn - 1))
-        if sends or receives:
-            with self._stage(way.stream, "down", turn, message=True):
-                way.move(sends, receives)
-            slots.lowered[turn % slots.count].record(way.stream)
-
-    def _combine(self, call: _Call, way: Way, slots: _Slots, turn: int) -> None:
-        """Lets NCCL sum the nodes' shards."""
-        way.stream.wait_event(slots.folded[turn % slots.count])
-        with self._stage(way.stream, "engine", turn, message=True):
-            way.all_reduce(slots.result(turn), call.chunks[turn].owned, call.request)
-        slots.lowered[turn % slots.count].record(way.stream)
-
-    def _gather(self, call: _Call, turn: int) -> None:
-        slots, result = call.slots, 0
-        if slots is not None:
-            result = slots.result(turn)
-            if call.request.order == "any" or self._behind:
-                call.kernels.wait_event(slots.lowered[turn % slots.count])
-        with self._stage(call.kernels, "gather", turn):
-            self.shards.gather(
-                [result],
-                [call.address(call.target, turn)],
-                dtype=call.request.dtype,
-                count=call.chunks[turn].count,
-                shards=call.shards,
-                in_place=call.request.in_place,
-            )
-        self._tick(args.NODES_GATHERED, call.kernels)
 
     def _join(self, kernels: Any) -> None:
         """What the caller does next comes behind both ways."""
@@ -518,17 +331,6 @@ class CudaAcross(Across):
 
     # ---- details --------------------------------------------------------------------------------
 
-    def _wide(self, call: _Call, node: int, address: int, turn: int) -> Message:
-        itemsize = DTYPES[call.request.dtype.accumulator].itemsize
-        return node, address, call.chunks[turn].owned * itemsize
-
-    def _narrow(self, call: _Call, node: int, address: int, turn: int) -> Message:
-        return node, address, call.chunks[turn].owned * call.request.dtype.itemsize
-
-    def _tick(self, word: int, kernels: Any) -> None:
-        if self.owner:
-            self._progress.tick(word, kernels)
-
     def _follow(self, stream: Any, other: Any) -> None:
         """What a stream is given next comes behind what the other holds."""
         self._mark.record(other)
@@ -545,8 +347,3 @@ class CudaAcross(Across):
 
 def _nothing() -> None:
     """What follows the abort of connections that carried nothing yet."""
-
-
-def _slots_for(depth: int) -> int:
-    """As many as chunks are under way, and two that are being written and read."""
-    return depth + 2
