@@ -40,7 +40,8 @@ def _call(header: GarHeader) -> str:
 def _differences(mine: GarHeader, theirs: GarHeader) -> str:
     a = decode_header(mine, tuple(BY_NAME))
     b = decode_header(theirs, tuple(BY_NAME))
-    return ", ".join(name for name in a if a[name] != b[name]) or "order of the calls"
+    # Calls of different kinds have different fields.
+    return ", ".join(name for name in a if a[name] != b.get(name)) or "order of the calls"
 
 
 _HINTS = {

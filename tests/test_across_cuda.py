@@ -517,3 +517,68 @@ def test_a_trace_shows_messages_beside_kernels(tmp_path):
         if message.startswith("0.")
         for stage in stages
     )
+
+
+def test_a_call_may_come_between_a_captured_one_and_the_end_of_its_capture():
+    body = """
+    comm = start()
+    inputs = arrays("float32", "sum", 9000)
+    want = reference.allreduce(inputs, "sum")
+    x, y = put(inputs[rank]), put(inputs[rank])
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    comm.allreduce(put(inputs[rank]))
+    comm.synchronize()
+    streams[0].begin_capture()
+    comm.allreduce(x, stream=streams[0])
+    comm.allreduce(y, stream=streams[1])
+    graph = streams[0].end_capture()
+    streams[1].synchronize()  # nothing else puts a graph behind other calls
+    graph.launch(streams[0])
+    for stream in streams:
+        stream.synchronize()
+    comm.synchronize()
+    assert same(get(x), want)
+    assert same(get(y), want)
+    """
+    run((1, 2), body)
+
+
+def test_a_shorter_limit_of_a_later_call_does_not_end_an_earlier_one():
+    body = """
+    comm = start()
+    inputs = arrays("float32", "sum", 900)
+    x, y = put(inputs[rank]), put(inputs[rank])
+    comm.barrier()
+    if node == 1:
+        time.sleep(3)  # what the other node waits for, and longer than the later call allows
+    comm.allreduce(x)
+    comm.allreduce(y, timeout=0.5)
+    comm.synchronize()
+    assert same(get(x), reference.allreduce(inputs, "sum"))
+    """
+    run((1, 1), body)
+
+
+def test_a_rank_that_fails_once_nccl_is_connected_fails_on_all():
+    body = """
+    import threading
+    from gpuallreduce.across import cuda as module
+    class Full:
+        def __init__(self, *_):
+            raise gar.DeviceError("allocating 67108864 bytes failed: out of memory")
+    if rank == 1:
+        module.SlotRoom = Full
+    report([*error_of(start), time.monotonic() - BEGIN])
+    for thread in threading.enumerate():
+        if "watch" in thread.name:
+            thread.join(5)
+    left = [thread.name for thread in threading.enumerate() if "gpuallreduce" in thread.name]
+    report([name for name in left if "news" not in name])  # rank 0 passes news on to the last
+    """
+    begin = "BEGIN = time.monotonic()\n"
+    for rank in run((1, 2, 1), begin + textwrap.dedent(body)):
+        kind, text, took_s = rank.reports[0]
+        assert kind == "DeviceError"
+        assert "out of memory" in text
+        assert took_s < 15
+        assert rank.reports[1] == []

@@ -27,7 +27,12 @@ from gpuallreduce.args import GarHeader
 from gpuallreduce.arrays import Bound
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.devices.cuda import CudaDevice, load
-from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
+from gpuallreduce.devices.cuda_runtime import (
+    cuda_errors,
+    cupy_module,
+    in_any_capture,
+    on_device,
+)
 from gpuallreduce.devices.cuda_streams import is_capturing
 from gpuallreduce.errors import Error, NotSupported
 from gpuallreduce.fabric.nccl import Nccl
@@ -72,6 +77,7 @@ class CudaAcross(Across):
         self._room: SlotRoom | None = None
         self._loaded: dict[int, Plan] = {}
         self._stamps: Stamps | None = None
+        self._end: Any = None  # behind the last call outside of graphs
         with ExitStack() as stack:
             self._line = Line.connect(nodes, self._ordinal, owner=self.owner, timeout=timeout)
             self._moves = CudaMoves(nodes, device)
@@ -117,6 +123,7 @@ class CudaAcross(Across):
             explain=self._difference,
             awaited=" and ".join(map(self.peer_name, around)) if self.owner else "",
             interrupt=nodes.everyone.interrupt,
+            busy=self._busy,
         )
 
     # ---- what the plan needs to know ------------------------------------------------------------
@@ -186,8 +193,8 @@ class CudaAcross(Across):
         """
         self._guard.start()
         kernels = self._device.lanes[0].stream
+        captured = is_capturing(kernels)
         if self._line is not None:
-            captured = is_capturing(kernels)
             for way in (self._line.up, self._line.down):
                 way.use(captured=captured)
         enqueuing = cuda_errors("enqueuing a call between nodes")
@@ -198,6 +205,9 @@ class CudaAcross(Across):
                     self._agree(replace(plan, request=asked), detail, kernels)
                 yield kernels
                 self._join(kernels)
+                if not captured:
+                    self._end = self._end or self._event()
+                    self._end.record(kernels)
                 if tells:
                     self._progress.tick(args.NODES_ENDED, kernels)
         except Error as error:
@@ -328,6 +338,10 @@ class CudaAcross(Across):
         if self._stamps is None:
             self._stamps = Stamps(self.trace, self._ordinal)
         return self._stamps.stage(stream, name, message=message, chunk=turn)
+
+    def _busy(self) -> bool:
+        with on_device(self._ordinal), in_any_capture():
+            return self._end is not None and not self._end.done
 
     # ---- details --------------------------------------------------------------------------------
 

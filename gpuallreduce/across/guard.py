@@ -48,6 +48,7 @@ class Guard:
         explain: Callable[[int, GarHeader, GarHeader], str],
         awaited: str,
         interrupt: Callable[[], None],
+        busy: Callable[[], bool],
     ) -> None:
         """For a rank.
 
@@ -61,8 +62,10 @@ class Guard:
                 header and its.
             awaited: names of the ranks that this one waits for.
             interrupt: makes this rank's host wait for others no more.
+            busy: whether calls that were enqueued have not ended.
         """
-        self._timeout: float | None = None
+        self._timeout: float | None = 0.0  # shorter than any
+        self.busy = busy
         self.connecting = False
         self._in_step, self._orchestrator = in_step, orchestrator
         self._line, self._moves, self._progress = line, moves, progress
@@ -79,8 +82,9 @@ class Guard:
         """Seconds that one wait of the next call may last; None: no limit. While others run, what
         they were given holds too, if it is longer.
         """
-        if self._progress.waiting() and timeout is not None:
-            timeout = None if self._timeout is None else max(self._timeout, timeout)
+        longer = self._timeout is None or (timeout is not None and timeout < self._timeout)
+        if longer and timeout is not None and self.busy():
+            return
         self._timeout = timeout
 
     def start(self) -> None:
