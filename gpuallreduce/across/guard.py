@@ -65,7 +65,7 @@ class Guard:
             busy: whether calls that were enqueued have not ended.
         """
         self._timeout: float | None = 0.0  # shorter than any
-        self.busy = busy
+        self._busy = busy
         self.connecting = False
         self._in_step, self._orchestrator = in_step, orchestrator
         self._line, self._moves, self._progress = line, moves, progress
@@ -83,7 +83,7 @@ class Guard:
         they were given holds too, if it is longer.
         """
         longer = self._timeout is None or (timeout is not None and timeout < self._timeout)
-        if longer and timeout is not None and self.busy():
+        if longer and timeout is not None and self._busy():
             return
         self._timeout = timeout
 
@@ -120,10 +120,11 @@ class Guard:
         """Ends the calls of all ranks after a call could not be enqueued; why, as far as known."""
         with self._failing:
             known = self._failure
-            if known is None:
-                known = self.better(error) if isinstance(error, DeviceError) else error
-            if isinstance(known, Aborted):
+            if known is None and isinstance(error, DeviceError):
+                known = self.better(error)
+            elif known is None and isinstance(error, Aborted) and self._orchestrator.aborted:
                 known = self._orchestrator.diagnose()
+            known = known or error
             self.fail(known)
         return known
 
