@@ -101,7 +101,7 @@ class CudaAcross(Across):
             agreed(nodes, problem, "memory for calls between nodes", timeout)
             try:
                 if self._line is not None:
-                    self._line.warm_up(here, around, self._progress.mine, timeout)
+                    self._line.warm_up(around, self._progress.mine, timeout)
             except Error as error:
                 problem = error
             agreed(nodes, problem, "NCCL's first messages", timeout)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
 from gpuallreduce.errors import DeviceError, Error, NotSupported, Timeout
 from gpuallreduce.fabric.nccl import Nccl, Transfer
+from gpuallreduce.fabric.nccl_ending import abort_together
 from gpuallreduce.plan import Request
 from gpuallreduce.types import OPS
 
@@ -125,28 +127,29 @@ class Line:
             Timeout, DeviceError: NCCL could not connect; every rank raises.
         """
         _check_order(nodes)
-        ways: list[Way | None] = []
-        for _ in range(2):
-            group, rank, nranks = nodes.local_rank if owner else None, nodes.this, len(nodes.sizes)
-            way = connected(
-                nodes,
-                ordinal,
-                lambda nccl: Way(nccl, ordinal),
-                group=group,
-                rank=rank,
-                nranks=nranks,
-                timeout=timeout,
-            )
-            ways.append(way)
-        up, down = ways
-        return cls(up, down) if up is not None and down is not None else None
+        ways: list[Way] = []
+        group, rank, nranks = nodes.local_rank if owner else None, nodes.this, len(nodes.sizes)
+        with ExitStack() as stack:
+            stack.callback(lambda: abort_together(ways, lambda: None))
+            for _ in range(2):
+                way = connected(
+                    nodes,
+                    ordinal,
+                    lambda nccl: Way(nccl, ordinal),
+                    group=group,
+                    rank=rank,
+                    nranks=nranks,
+                    timeout=timeout,
+                )
+                ways += [] if way is None else [way]
+            stack.pop_all()
+        return cls(*ways) if owner else None
 
-    def warm_up(self, here: int, around: Sequence[int], at: int, timeout: float) -> None:
+    def warm_up(self, around: Sequence[int], at: int, timeout: float) -> None:
         """Lets NCCL connect this rank with its neighbours; see Way.
 
         Args:
-            here: this rank's node.
-            around: its neighbours.
+            around: the neighbouring nodes.
             at: address of as many times WARM_UP_BYTES as there are neighbours, and once more.
             timeout: seconds.
 
