@@ -128,7 +128,8 @@ MUTANTS = (
         PLATFORM,
         "return __atomic_exchange_n(word, 1, __ATOMIC_ACQ_REL) == 0;",
         "return word != nullptr;",
-        of("ring", nranks=3, ending="differs"),
+        of("one_shot", nranks=3, ending="differs"),
+        block_threads=4,
     ),
     Mutant(
         "a report's code is written plainly first",
@@ -150,8 +151,8 @@ MUTANTS = (
         "nobody looks at the abort word",
         "aborts",
         PRIMITIVES,
-        "if (load_acquire(abort_word(rank)) != 0) return",
-        "if (word == nullptr) return",
+        "if (load_acquire(abort_word(rank)) != 0) return int64_t",
+        "if (word == nullptr) return int64_t",
         Scenario(kernels=("ring",), ending="aborts", timeout_ms=500),
     ),
 )
