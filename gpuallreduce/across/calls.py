@@ -95,7 +95,10 @@ class CallsAcross(Calls):
     def request(self, collective: str, bounds: Sequence[Bound], options: Options) -> Request:
         """See Calls; of all ranks of the job."""
         request = super().request(collective, bounds, options)
-        return replace(request, nranks=len(self.nodes.node_of), direct=False)
+        order = request.order
+        if self.device.asynchronous and request.op.name in ("max", "min"):
+            order = "rank"  # any order gives the same bits, but NCCL's own drops NaN
+        return replace(request, nranks=len(self.nodes.node_of), direct=False, order=order)
 
     def decide(self, request: Request, forced: Forced) -> Plan:
         """See Calls."""
