@@ -53,7 +53,7 @@ def defined_pairs(options: Options) -> tuple[list[tuple[Dtype, Op]], list[str]]:
 class _Case:
     """One library's call, out of place or in place. In place, outputs are the inputs."""
 
-    library: str
+    name: str
     inputs: list[Array]
     outputs: list[Array]
     call: Callable[[], Any]
@@ -216,11 +216,11 @@ class Sweep:
         wrong: Sequence[int | None],
     ) -> Mode:
         plan = self._plan(ours.inputs, ours.outputs, op)
-        here = {case.library: i for i, case in enumerate(cases) if case.in_place == ours.in_place}
+        here = {case.name: i for i, case in enumerate(cases) if case.in_place == ours.in_place}
         names = [peer.name for peer in self._peers]
         return Mode(
-            ours=timings[here[ours.library]],
-            nwrong=wrong[here[ours.library]],
+            ours=timings[here[ours.name]],
+            nwrong=wrong[here[ours.name]],
             algorithm=plan.config.algorithm,
             access=plan.config.access,
             order=plan.request.order,

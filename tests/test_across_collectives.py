@@ -4,19 +4,15 @@ emulated GPUs.
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import textwrap
-import time
 from pathlib import Path
 
 import gpus
 import pytest
-from jobs import finish_job
 from test_across import check, found_in, kernels_of, mpirun
 from test_across import run as run_command
-from test_across_cuda import run, start
+from test_across_cuda import check_the_others_name, run, start
 
 from gpuallreduce import jit, reference
 from gpuallreduce.across.chunks import parts_of
@@ -301,19 +297,7 @@ def test_a_killed_cuda_rank_is_named_on_every_node(victim: int) -> None:
     comm.close()
     """
     processes = start((2, 1), body)
-    for process in processes:
-        assert process.stdout is not None
-        assert "ready" in process.stdout.readline()
-    begin = time.monotonic()
-    os.kill(processes[victim].pid, signal.SIGKILL)
-    ranks = finish_job(processes, timeout=60)
-    assert time.monotonic() - begin < 15
-    for number, rank in enumerate(ranks):
-        if number != victim:
-            assert rank.status == 0, rank.stderr
-            kind, text, _ = rank.reports[-1]
-            assert kind in ("Aborted", "DeviceError"), text
-            assert f"rank {victim}" in text or f"ranks {victim}" in text, text
+    check_the_others_name(victim, processes)
 
 
 @emulated

@@ -82,6 +82,7 @@ class CudaMoves:
             nranks=everyone.nranks,
             timeout=timeout,
         )
+        assert nccl is not None  # this rank is of the group
         with self._ending:
             self._nccl = nccl
             if self._ended:

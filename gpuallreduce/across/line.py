@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from gpuallreduce.bootstrap.nodes import Nodes
 from gpuallreduce.devices.cuda_runtime import cuda_errors, cupy_module, on_device
@@ -180,32 +180,6 @@ class Line:
         """Gives everything back; waits for what is enqueued."""
         for way in (self.up, self.down):
             way.close()
-
-
-@overload
-def connected(
-    nodes: Nodes,
-    ordinal: int,
-    make: Callable[[Nccl], T],
-    *,
-    group: int,
-    rank: int,
-    nranks: int,
-    timeout: float,
-) -> T: ...
-
-
-@overload
-def connected(
-    nodes: Nodes,
-    ordinal: int,
-    make: Callable[[Nccl], T],
-    *,
-    group: int | None,
-    rank: int,
-    nranks: int,
-    timeout: float,
-) -> T | None: ...
 
 
 def connected(
