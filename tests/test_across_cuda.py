@@ -175,6 +175,13 @@ def test_any_order_is_close_and_has_the_same_bits_on_all_ranks():
     refused = error_of(comm.allreduce, put(np.ones(9, np.int16)), order="any")
     assert refused[0] == "NotSupported" and "int16" in refused[1], refused
     check(comm, "int16", "sum", 100)  # nothing was sent, and bytes go in rank order
+    for op in ("max", "min"):  # NCCL's own drop NaN
+        x = np.full(9, rank, np.float32)
+        x[rank] = np.nan
+        y = put(x)
+        comm.allreduce(y, op=op, order="any")
+        comm.synchronize()
+        assert (np.isnan(get(y)) == (np.arange(9) < nranks)).all(), get(y)
     report(digest.hexdigest())
     """
     ranks = run((2, 1, 1), body)
